@@ -1,0 +1,16 @@
+"""Train LoRA adapters chunk by chunk, without update locking (ZeroLock, arXiv 2608.07974)."""
+
+from .blocks import UnsupportedModelError
+from .config import ZeroLockConfig
+from .trainer import ZeroLockMixin, ZeroLockTrainer, ZeroLockTrainingArguments
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "UnsupportedModelError",
+    "ZeroLockConfig",
+    "ZeroLockMixin",
+    "ZeroLockTrainer",
+    "ZeroLockTrainingArguments",
+    "__version__",
+]

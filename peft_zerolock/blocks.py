@@ -1,0 +1,252 @@
+"""Finds the blocks of a transformers model, and makes views of the model in which only some of them are real.
+
+A view is a copy of the module tree that shares every parameter and buffer with the model. At each index of its block
+list stands a `Slot`: it holds a real block or passes its input on, and it is where hidden states enter and leave.
+Whatever runs before, between and after the blocks is the model's own code.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot be trained chunk by chunk; the message names the architecture, the reason and the remedy."""
+
+    def __init__(self, model: nn.Module, reason: str):
+        name = type(base_model_of(model)).__name__
+        super().__init__(
+            f"{name} cannot be trained chunk by chunk: {reason} The model is unchanged; train it with LoraConfig and "
+            "transformers.Trainer instead."
+        )
+
+
+def base_model_of(model: nn.Module) -> nn.Module:
+    """The transformers model inside a PeftModel, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def find_blocks(model: nn.Module) -> nn.ModuleList:
+    """The list of transformer blocks, found by structure: the outermost list of as many modules as the config says.
+
+    Raises:
+        UnsupportedModelError: an encoder-decoder, layers dropped at random, or no such list.
+    """
+    base = base_model_of(model)
+    config = getattr(base, "config", None)
+    if config is None:
+        raise UnsupportedModelError(model, "it has no transformers config, so its blocks cannot be told apart.")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(model, "it is an encoder-decoder, and only a single stack of blocks can be cut.")
+    config = config.get_text_config()
+    for name, value in vars(config).items():
+        if name.endswith("layerdrop") and isinstance(value, float | int) and value > 0:
+            raise UnsupportedModelError(
+                model, f"{name}={value} drops blocks at random during training; set it to 0.0 in the model's config."
+            )
+    count = config.num_hidden_layers
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in base.named_modules():
+        inside = any(name.startswith(outer + ".") for outer in lists)
+        if isinstance(module, nn.ModuleList) and len(module) == count and not inside:
+            lists[name] = module
+    if not lists:
+        raise UnsupportedModelError(model, f"it has no list of {count} blocks (num_hidden_layers of its config).")
+    return max(lists.values(), key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
+
+
+@dataclass
+class Ports:
+    """What passes in and out of one view during a forward pass. Hidden states are `(batch, seq, hidden)`."""
+
+    received: Tensor | None = None
+    """h_{k-1}, which the first block of the chunk takes in place of what the embeddings produced."""
+    send: Callable[[Tensor], None] | None = None
+    """Early forwarding: called with the detached h_k as soon as it exists, before the readout runs."""
+    entered: Tensor | None = None
+    """What the chunk's first block was given: h_{k-1}."""
+    left: Tensor | None = None
+    """h_k, with its graph."""
+    read: Tensor | None = None
+    """What the readout hands to the model's tail."""
+    cut: bool = False
+    """Whether the readout's gradient stops at h_k (readout warm-up)."""
+    skip_chunk: bool = False
+    """Whether the chunk's blocks are skipped, so that the readout reads h_{k-1}."""
+    last_position_only: bool = False
+    """Whether the tail gets only the last position, because the loss is taken elsewhere."""
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """Takes h_k, hands it on, and returns what the readout reads."""
+        self.left = hidden
+        if self.send is not None:
+            self.send(hidden.detach())
+        return hidden.detach() if self.cut else hidden
+
+    def clear(self) -> None:
+        """Lets go of every tensor."""
+        self.received = self.send = self.entered = self.left = self.read = None
+
+
+@dataclass
+class View:
+    """One view: its module tree and its ports."""
+
+    module: nn.Module
+    ports: Ports
+
+
+class Slot(nn.Module):
+    """Stands at one index of a view's block list.
+
+    Args:
+        original: the block at this index of the model; its plain attributes (such as `attention_type`) are kept.
+        block: the real block that runs here, or None to pass the hidden state on.
+        kind: `"chunk"` for a block of the chunk, `"readout"` for one of its readout, `"pass"` otherwise.
+        enters: the received hidden state replaces this slot's input.
+        leaves: `"before"` or `"after"` this slot's block the hidden state is h_k.
+        exits: this is the last slot; what leaves it goes to the model's tail.
+        adapter: readout adapter, applied to h_k where it leaves.
+        tuple_length: how many values the model's blocks return as a tuple; 0 for a bare tensor.
+        grad_input: the block trains only if its input needs a gradient (reentrant checkpointing).
+    """
+
+    def __init__(self, original: nn.Module, ports: Ports, block: nn.Module | None = None, kind: str = "pass"):
+        super().__init__()
+        for name, value in vars(original).items():
+            if not name.startswith("_") and name != "training" and isinstance(value, str | int | float | bool):
+                setattr(self, name, value)
+        self.block = block
+        self.kind = kind
+        self.ports = ports
+        self.enters = False
+        self.leaves = ""
+        self.exits = False
+        self.adapter: nn.Module | None = None
+        self.tuple_length = 0
+        self.grad_input = False
+
+    def forward(self, *args, **kwargs):
+        ports = self.ports
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if self.enters:
+            hidden = ports.entered = hidden if ports.received is None else ports.received
+            if self.grad_input and torch.is_grad_enabled() and not hidden.requires_grad:
+                hidden = hidden.detach().requires_grad_()
+        if self.leaves == "before":
+            hidden = ports.leave(hidden)
+            hidden = hidden if self.adapter is None else self.adapter(hidden)
+        rest: tuple[Any, ...] = (None,) * (self.tuple_length - 1)
+        if self.block is not None and not (self.kind == "chunk" and ports.skip_chunk):
+            if args:
+                output = self.block(hidden, *args[1:], **kwargs)
+            else:
+                output = self.block(**{**kwargs, "hidden_states": hidden})
+            hidden = output[0] if isinstance(output, tuple) else output
+            rest = output[1:] if isinstance(output, tuple) else ()
+        if self.leaves == "after":
+            hidden = ports.leave(hidden)
+        if self.exits:
+            ports.read = hidden
+            hidden = hidden[:, -1:] if ports.last_position_only else hidden
+        return (hidden, *rest) if self.tuple_length else hidden
+
+
+@dataclass
+class BlockMap:
+    """The blocks of one model and how they are called."""
+
+    model: nn.Module
+    blocks: nn.ModuleList
+    tuple_length: int = 0
+    shared: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: nn.Module, dry_batch: dict[str, Tensor]) -> "BlockMap":
+        """Finds the blocks and watches one forward pass to see what they return."""
+        blocks = find_blocks(model)
+        returned: list[Any] = []
+        hook = blocks[0].register_forward_hook(lambda module, args, output: returned.append(output))
+        try:
+            with torch.no_grad():
+                model(**dry_batch)
+        finally:
+            hook.remove()
+        if not returned:
+            raise UnsupportedModelError(model, "its block list is not run by its forward pass.")
+        base = base_model_of(model)
+        shared = [m.config for m in base.modules() if hasattr(m, "config")]
+        shared += [value for name, value in vars(model).items() if name == "peft_config"]
+        length = len(returned[0]) if isinstance(returned[0], tuple) else 0
+        return cls(model, blocks, length, shared)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def view(
+        self,
+        chunk: range,
+        readout_blocks: dict[int, nn.Module] | None = None,
+        adapter: nn.Module | None = None,
+        fresh: Iterable[nn.Parameter] = (),
+        replace: dict[nn.Module, nn.Module] | None = None,
+    ) -> View:
+        """A view whose real blocks are those of `chunk`, then `readout_blocks` by index.
+
+        Args:
+            chunk: indices of the real blocks. An empty range makes a tail: all slots pass on, and the received
+                hidden state leaves the last one.
+            readout_blocks: later blocks that the hidden state runs through after the chunk.
+            adapter: what h_k runs through before them.
+            fresh: parameters outside the blocks of which the view gets copies of its own.
+            replace: modules outside the blocks, and what stands in their place.
+        """
+        ports = Ports()
+        last = len(self) - 1
+        replacements = {id(old): new for old, new in (replace or {}).items()}
+        for i, original in enumerate(self.blocks):
+            if i in chunk:
+                slot = Slot(original, ports, self._copy(original), "chunk")
+            elif readout_blocks and i in readout_blocks:
+                slot = Slot(original, ports, readout_blocks[i], "readout")
+            else:
+                slot = Slot(original, ports)
+            slot.tuple_length = self.tuple_length
+            slot.exits = i == last
+            slot.enters = i == (chunk.start if chunk else last)
+            if chunk and i == chunk.stop:
+                slot.leaves = "before"
+                slot.adapter = adapter
+            elif chunk and i == last == chunk.stop - 1:
+                slot.leaves = "after"
+            slot.grad_input = slot.enters and bool(chunk) and needs_input_grad(original)
+            replacements[id(original)] = slot
+        return View(self._copy(self.model, replacements, fresh), ports)
+
+    def _copy(
+        self, module: nn.Module, replacements: dict[int, nn.Module] | None = None, fresh: Iterable[nn.Parameter] = ()
+    ) -> nn.Module:
+        own = {id(p) for p in fresh}
+        memo: dict[int, Any] = {id(p): p for p in module.parameters() if id(p) not in own}
+        memo |= {id(b): b for b in module.buffers()}
+        memo |= {id(value): value for value in self.shared}
+        memo |= replacements or {}
+        return copy.deepcopy(module, memo)
+
+    def readout_block(self, index: int) -> nn.Module:
+        """A copy of one block that shares its frozen weights but has adapter parameters of its own."""
+        trainable = [p for p in self.blocks[index].parameters() if p.requires_grad]
+        return self._copy(self.blocks[index], fresh=trainable)
+
+
+def needs_input_grad(block: nn.Module) -> bool:
+    """Whether the block is checkpointed in the reentrant mode, which trains only if its input needs a gradient."""
+    for module in block.modules():
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        if checkpoint is not None and getattr(module, "gradient_checkpointing", False):
+            return bool(getattr(checkpoint, "keywords", {}).get("use_reentrant", True))
+    return False

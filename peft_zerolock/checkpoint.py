@@ -1,0 +1,180 @@
+"""What a training run writes and reads: complete checkpoints, or none."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from .config import CONFIG_NAME, ZeroLockConfig
+
+logger = logging.get_logger(__name__)
+
+MARKER_NAME = "zerolock_complete.json"
+READOUTS_NAME = "readouts.safetensors"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+@contextmanager
+def staged(run_dir: str, name: str) -> Iterator[str]:
+    """Gives a temporary run folder; on success, what was written to `name` in it becomes `run_dir/name`.
+
+    The new folder gets a marker that it is complete, then its name. A crash at any moment leaves either what was
+    there before or the complete new folder, never a mixture.
+    """
+    temporary = Path(run_dir, f"_{name}.incomplete")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    yield str(temporary)
+    _write_marker(temporary / name)
+    target = Path(run_dir, name)
+    if target.exists():
+        os.replace(target, temporary / "replaced")
+    os.replace(temporary / name, target)
+    shutil.rmtree(temporary)
+
+
+@contextmanager
+def replaced_files(folder: str) -> Iterator[str]:
+    """Gives a temporary folder; on success, the files written to it replace those of the same names in `folder`."""
+    target = Path(folder)
+    temporary = target / "_saving"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    card = target / "README.md"
+    if card.exists():
+        shutil.copy(card, temporary / card.name)
+    yield str(temporary)
+    for path in sorted(temporary.rglob("*")):
+        if path.is_file():
+            final = target / path.relative_to(temporary)
+            final.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, final)
+    shutil.rmtree(temporary)
+
+
+def _write_marker(folder: Path) -> None:
+    files = {
+        str(path.relative_to(folder)): {"size": path.stat().st_size, "sha256": _digest(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    with open(folder / MARKER_NAME, "w", encoding="utf-8") as file:
+        json.dump({"files": files}, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def fault_of(folder: str) -> str | None:
+    """Why a checkpoint is not complete, in words; None if it is."""
+    root = Path(folder)
+    try:
+        recorded = json.loads((root / MARKER_NAME).read_text(encoding="utf-8"))["files"]
+    except FileNotFoundError:
+        return f"it has no {MARKER_NAME}"
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError):
+        return f"its {MARKER_NAME} is damaged"
+    for name, expected in recorded.items():
+        path = root / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["size"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {expected['size']}"
+        if _digest(path) != expected["sha256"]:
+            return f"{name} has been changed"
+    return None
+
+
+def newest_complete(output_dir: str) -> str:
+    """The newest complete checkpoint of a run; says which newer ones it passes over and why.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = {}
+    if os.path.isdir(output_dir):
+        for name in os.listdir(output_dir):
+            match = _CHECKPOINT.fullmatch(name)
+            if match and os.path.isdir(os.path.join(output_dir, name)):
+                found[int(match[1])] = os.path.join(output_dir, name)
+    faults = []
+    for step in sorted(found, reverse=True):
+        fault = fault_of(found[step])
+        if fault is None:
+            if faults:
+                logger.warning(f"Resuming from {found[step]}, the newest complete checkpoint. Passed over: {faults}.")
+            return found[step]
+        faults.append(f"{os.path.basename(found[step])}: {fault}")
+    told = f" Passed over: {'; '.join(faults)}." if faults else ""
+    raise ValueError(
+        f"resume_from_checkpoint=True, but {output_dir!r} has no complete checkpoint.{told} Start afresh without "
+        "resume_from_checkpoint, or give another output_dir."
+    )
+
+
+def check_resumable(folder: str, config: ZeroLockConfig) -> None:
+    """Refuses a checkpoint that is damaged or was trained with other chunk settings.
+
+    Raises:
+        ValueError: with what is wrong and what to do.
+    """
+    fault = fault_of(folder)
+    if fault is not None:
+        raise ValueError(
+            f"{folder!r} is not a complete checkpoint: {fault}. Resume from an older one, or with "
+            "resume_from_checkpoint=True from the newest complete one."
+        )
+    saved = json.loads(Path(folder, CONFIG_NAME).read_text(encoding="utf-8"))
+    current = json.loads(json.dumps(config.chunk_settings()))
+    changed = {
+        name: (saved.get(name), value)
+        for name, value in current.items()
+        if name not in ("num_chunks", "chunk_sizes", "logits_slice") and saved.get(name) != value
+    }
+    shape = (saved.get("num_chunks") or 2, saved.get("chunk_sizes"))
+    if shape != (config.num_chunks or 2, config.chunk_sizes):
+        changed["chunks"] = (shape, (config.num_chunks or 2, config.chunk_sizes))
+    if changed:
+        told = ", ".join(f"{name}: {old!r} there, {new!r} now" for name, (old, new) in changed.items())
+        raise ValueError(
+            f"{folder!r} was trained with other chunk settings ({told}). Resume with the settings that it was trained "
+            f"with (ZeroLockConfig.from_pretrained reads them), or start afresh."
+        )
+
+
+def save_readouts(folder: str, readouts: dict[str, nn.Parameter]) -> None:
+    """Writes the readouts' parameters, by name, for resuming; they are not part of the adapter."""
+    tensors = {name: p.detach().contiguous().cpu() for name, p in readouts.items()}
+    save_file(
+        {name: p.detach().contiguous().cpu() for name, p in readouts.items()}, os.path.join(folder, READOUTS_NAME)
+    )
+
+
+def load_readouts(folder: str, readouts: dict[str, nn.Parameter]) -> None:
+    """Reads them back in place.
+
+    Raises:
+        ValueError: they are not the same parameters.
+    """
+    saved: dict[str, Tensor] = load_file(os.path.join(folder, READOUTS_NAME))
+    shapes: dict[str, Any] = {name: tuple(p.shape) for name, p in readouts.items()}
+    if {name: tuple(t.shape) for name, t in saved.items()} != shapes:
+        raise ValueError(f"The readouts in {folder!r} do not fit this model and these chunk settings; start afresh.")
+    for name, parameter in readouts.items():
+        parameter.data.copy_(saved[name])

@@ -1,0 +1,267 @@
+"""ZeroLockConfig: a LoraConfig that also says how the model is cut into chunks and what each chunk learns."""
+
+import json
+import os
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from peft import LoraConfig
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+CONFIG_NAME = "zerolock_config.json"
+READOUTS = ("auto", "lm_head", "adapter", "bottleneck", "vocab", "blocks")
+CLASSIFICATION_TASKS = ("SEQ_CLS", "TOKEN_CLS")
+
+
+@dataclass
+class ZeroLockConfig(LoraConfig):
+    """Configuration of a LoRA adapter that is trained chunk by chunk with local losses (ZeroLock, arXiv 2608.07974).
+
+    Every option of [`peft.LoraConfig`] keeps its meaning, and what is saved is a plain LoRA adapter: the fields below
+    go into a file of their own (`zerolock_config.json`) that plain PEFT does not read.
+
+    Args:
+        num_chunks (`int`, *optional*): Into how many chunks of (nearly) equal size the blocks are split; 2 where
+            neither this nor `chunk_sizes` is given. 1 is ordinary backpropagation.
+        chunk_sizes (`list[int]`, *optional*): The number of blocks in each chunk, first to last, in place of
+            `num_chunks`.
+        train_chunks (`list[int]`, *optional*): Which chunks learn, counted from 1 to K (negative numbers count from
+            the last). The others keep their adapters as they are and run without a graph. Default: all.
+        alpha (`float`): Weight of the task term against the consistency term, in (0, 1]. With 1 there is no
+            consistency term. (Paper, "Local objective".)
+        consistency (`str`): Direction of the consistency term. `"forward"` is the paper's KL(p_k || p_{k-1}),
+            `"reverse"` is KL(p_{k-1} || p_k). p_{k-1} is the chunk's own readout of the hidden state it received,
+            without gradient: for the static head exactly the paper's, and nothing but that state has to travel.
+        consistency_first (`bool`): Whether chunk 1 has a consistency term too, against the readout of the embeddings.
+        readout (`str`): What turns the hidden state after a chunk into logits (the last chunk always uses the
+            model's own tail).
+
+            - `"lm_head"`: the model's own tail (final norm and head), frozen; with a classification head, a trainable
+              copy of the tail, thrown away after training.
+            - `"adapter"`: a residual MLP of width `readout_dim`, the identity at the start, before that tail.
+            - `"bottleneck"`: a low-rank projection of rank `readout_dim` in place of the head (causal LM only).
+            - `"vocab"`: the tail restricted to the tokens of `readout_vocab` and the batch's labels (causal LM only).
+            - `"blocks"`: `readout_blocks` of the later blocks, their base weights shared and frozen, each with a
+              small LoRA of its own, then the tail (AugLocal, arXiv 2402.17318, made for LoRA).
+            - `"auto"`: `"blocks"` for SEQ_CLS and TOKEN_CLS, `"lm_head"` otherwise. The measurements behind this are
+              in eval/LOG.md.
+        readout_dim (`int`, *optional*): Width of the adapter (default 64), rank of the bottleneck (default 64), or
+            rank of the readout blocks' LoRA (default: `r`).
+        readout_blocks (`int`): How many later blocks a readout of kind `"blocks"` runs through (fewer where fewer
+            are left).
+        readout_blocks_from (`str`): Which ones: `"even"` (sampled evenly from the rest, the last block included),
+            `"next"` or `"last"`.
+        readout_vocab (`int` or `list[int]`, *optional*): For `"vocab"`: the token ids, or how many of the most
+            frequent label tokens of the training data (default 4096).
+        readout_learning_rate (`float`, *optional*): Learning rate of the readouts' own parameters; default: the
+            adapters'.
+        readout_warmup_ratio (`float`): Share of the training steps, in [0, 1), in which only the readouts learn in
+            chunks whose readout has parameters of its own.
+        logits_slice (`int`, *optional*): For causal LMs, how many supervised tokens go through the head at a time:
+            the extra memory is O(slice x vocabulary) whatever the batch. `None` uses the model's own loss on the
+            full `(batch, seq, vocab)` logits.
+
+    Raises:
+        ValueError: a field is out of its range; the message names the value, the range and the remedy.
+    """
+
+    num_chunks: int | None = field(default=None, metadata={"help": "Number of chunks; 2 if chunk_sizes is not given."})
+    chunk_sizes: list[int] | None = field(default=None, metadata={"help": "Blocks per chunk, first to last."})
+    train_chunks: list[int] | None = field(
+        default=None, metadata={"help": "Which chunks learn (1 to K); default: all."}
+    )
+    alpha: float = field(default=1.0, metadata={"help": "Weight of the task term in (0, 1]."})
+    consistency: str = field(default="forward", metadata={"help": "'forward': KL(p_k || p_k-1); 'reverse'."})
+    consistency_first: bool = field(default=True, metadata={"help": "Consistency term in chunk 1 too."})
+    readout: str = field(default="auto", metadata={"help": f"One of {', '.join(READOUTS)}."})
+    readout_dim: int | None = field(default=None, metadata={"help": "Width or rank of the readout."})
+    readout_blocks: int = field(default=2, metadata={"help": "Later blocks in a readout of kind 'blocks'."})
+    readout_blocks_from: str = field(default="even", metadata={"help": "'even', 'next' or 'last'."})
+    readout_vocab: int | list[int] | None = field(default=None, metadata={"help": "Token ids or their number."})
+    readout_learning_rate: float | None = field(default=None, metadata={"help": "Learning rate of the readouts."})
+    readout_warmup_ratio: float = field(default=0.0, metadata={"help": "Share of steps in which only readouts learn."})
+    logits_slice: int | None = field(default=256, metadata={"help": "Supervised tokens per pass of the head."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        sizes = self.chunk_sizes
+        if sizes is not None:
+            if not sizes or any(not _is_int(n) or n < 1 for n in sizes):
+                raise ValueError(
+                    f"chunk_sizes={sizes!r}: each chunk needs at least one block. Give a list of positive whole "
+                    "numbers that add up to the model's number of blocks, such as [8, 7, 7]."
+                )
+            if self.num_chunks is not None and self.num_chunks != len(sizes):
+                raise ValueError(
+                    f"num_chunks={self.num_chunks} and chunk_sizes={sizes!r} ({len(sizes)} chunks) disagree: give one "
+                    "of them."
+                )
+        if self.num_chunks is not None:
+            _check(self, "num_chunks", _is_int(self.num_chunks) and self.num_chunks >= 1, "a whole number >= 1")
+        _check(self, "alpha", _is_number(self.alpha) and 0 < self.alpha <= 1, "in (0, 1]; 1 = the task term alone")
+        _check(self, "consistency", self.consistency in ("forward", "reverse"), "'forward' or 'reverse'")
+        _check(self, "readout", self.readout in READOUTS, f"one of {', '.join(map(repr, READOUTS))}")
+        _check(
+            self,
+            "readout_dim",
+            self.readout_dim is None or (_is_int(self.readout_dim) and self.readout_dim >= 1),
+            "a whole number >= 1, or None for the readout's own default",
+        )
+        _check(
+            self, "readout_blocks", _is_int(self.readout_blocks) and self.readout_blocks >= 1, "a whole number >= 1"
+        )
+        _check(self, "readout_blocks_from", self.readout_blocks_from in ("even", "next", "last"), "even, next or last")
+        _check(
+            self,
+            "readout_learning_rate",
+            self.readout_learning_rate is None
+            or (_is_number(self.readout_learning_rate) and self.readout_learning_rate > 0),
+            "greater than 0, or None for the adapters' learning rate",
+        )
+        _check(
+            self,
+            "readout_warmup_ratio",
+            _is_number(self.readout_warmup_ratio) and 0 <= self.readout_warmup_ratio < 1,
+            "in [0, 1); 0 = no warm-up",
+        )
+        _check(
+            self,
+            "logits_slice",
+            self.logits_slice is None or (_is_int(self.logits_slice) and self.logits_slice >= 1),
+            "a whole number of tokens >= 1, or None for the model's own unsliced loss",
+        )
+        self._check_readout()
+        self._check_train_chunks()
+
+    def _check_readout(self) -> None:
+        vocab = self.readout_vocab
+        if vocab is not None and self.readout != "vocab":
+            raise ValueError(f"readout_vocab={vocab!r} belongs to readout='vocab', got readout={self.readout!r}.")
+        if isinstance(vocab, list | tuple | set):
+            _check(self, "readout_vocab", vocab and all(_is_int(t) and t >= 0 for t in vocab), "token ids >= 0")
+        elif vocab is not None:
+            _check(self, "readout_vocab", _is_int(vocab) and vocab >= 1, "token ids, or how many to take (>= 1)")
+        if self.readout in ("bottleneck", "vocab"):
+            if self.task_type in CLASSIFICATION_TASKS:
+                raise ValueError(
+                    f"readout={self.readout!r} replaces a language-model head and does not fit "
+                    f"task_type={self.task_type!r}: use 'auto', 'lm_head', 'adapter' or 'blocks'."
+                )
+            if self.logits_slice is None:
+                raise ValueError(
+                    f"readout={self.readout!r} needs the sliced loss, got logits_slice=None: give a number of tokens."
+                )
+        if self.readout_warmup_ratio > 0 and self.resolved_readout == "lm_head":
+            if self.task_type not in CLASSIFICATION_TASKS:
+                raise ValueError(
+                    f"readout_warmup_ratio={self.readout_warmup_ratio}: the frozen head (readout='lm_head') has "
+                    "nothing to warm up. Use readout='adapter', 'bottleneck' or 'blocks', or a ratio of 0."
+                )
+
+    def _check_train_chunks(self) -> None:
+        chosen, count = self.train_chunks, self.resolved_num_chunks
+        if chosen is None:
+            return
+        allowed = [n for n in range(-count, count + 1) if n != 0]
+        if not chosen or any(not _is_int(n) or n not in allowed for n in chosen):
+            raise ValueError(
+                f"train_chunks={chosen!r}: the model has {count} chunk(s); name at least one of them by its number, "
+                f"1 to {count}, or from the end, -1 to -{count}."
+            )
+
+    @property
+    def resolved_num_chunks(self) -> int:
+        """K, the number of chunks that these settings ask for."""
+        if self.chunk_sizes is not None:
+            return len(self.chunk_sizes)
+        return 2 if self.num_chunks is None else self.num_chunks
+
+    @property
+    def resolved_readout(self) -> str:
+        """The kind of readout, with `"auto"` replaced by the task's default."""
+        if self.readout != "auto":
+            return self.readout
+        return "blocks" if self.task_type in CLASSIFICATION_TASKS else "lm_head"
+
+    @property
+    def trained_chunks(self) -> set[int]:
+        """The chunks that learn, as indices from 0 to K - 1."""
+        count = self.resolved_num_chunks
+        if self.train_chunks is None:
+            return set(range(count))
+        return {n - 1 if n > 0 else count + n for n in self.train_chunks}
+
+    def chunk_settings(self) -> dict[str, Any]:
+        """The fields that ZeroLock adds to LoraConfig, as they are written to `zerolock_config.json`."""
+        return {name: getattr(self, name) for name in _own_fields()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What goes into `adapter_config.json`: key for key what a plain LoraConfig writes."""
+        own = _own_fields()
+        return {key: value for key, value in super().to_dict().items() if key not in own}
+
+    def save_pretrained(self, save_directory: str, **kwargs) -> None:
+        """Writes `adapter_config.json` as a LoraConfig does, and `zerolock_config.json` beside it."""
+        super().save_pretrained(save_directory, **kwargs)
+        path = os.path.join(save_directory, CONFIG_NAME)
+        with open(path + ".tmp", "w", encoding="utf-8") as file:
+            json.dump(self.chunk_settings(), file, indent=2, sort_keys=True)
+        os.replace(path + ".tmp", path)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs):
+        """Reads a saved adapter's settings, from a folder or a Hub repository.
+
+        Where there is no `zerolock_config.json` (a plain LoRA adapter), the chunk settings are the defaults and a
+        warning says so.
+        """
+        lora = LoraConfig.from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        known = {f.name for f in fields(LoraConfig) if f.init}
+        values = {name: getattr(lora, name) for name in known}
+        own = _read_chunk_settings(str(pretrained_model_name_or_path), subfolder, kwargs)
+        unknown = sorted(set(own) - _own_fields())
+        if unknown:
+            raise ValueError(
+                f"{CONFIG_NAME} at {pretrained_model_name_or_path!r} has unknown settings {unknown}: it was written "
+                "by a newer peft_zerolock; upgrade with `pip install -U peft-zerolock`."
+            )
+        return cls(**values, **own)
+
+
+def _own_fields() -> set[str]:
+    return {f.name for f in fields(ZeroLockConfig)} - {f.name for f in fields(LoraConfig)}
+
+
+def _read_chunk_settings(source: str, subfolder: str | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    if os.path.isdir(source):
+        path = os.path.join(source, subfolder or "", CONFIG_NAME)
+    else:
+        hub = {key: kwargs[key] for key in ("cache_dir", "revision", "token", "local_files_only") if key in kwargs}
+        try:
+            path = hf_hub_download(source, CONFIG_NAME, subfolder=subfolder, **hub)
+        except EntryNotFoundError:
+            path = ""
+    if not os.path.isfile(path):
+        logger.warning(
+            f"{source!r} has no {CONFIG_NAME}: a plain LoRA adapter; the chunk settings are defaults."
+        )
+        return {}
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def _check(config: ZeroLockConfig, name: str, valid: Any, allowed: str) -> None:
+    if not valid:
+        raise ValueError(f"{name}={getattr(config, name)!r} is not valid: it must be {allowed}.")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

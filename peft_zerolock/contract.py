@@ -1,0 +1,146 @@
+"""What a model, its settings and the environment must be like; everything else is refused before any work."""
+
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+
+from .config import CLASSIFICATION_TASKS, ZeroLockConfig
+from .stage import dissect
+
+_REFUSED_OPTIMIZERS = ("lomo", "adalomo")
+
+
+def check_wrapping(model: nn.Module, config: Any) -> None:
+    """Whether `config` can be put on `model`; the model is not changed.
+
+    Raises:
+        ValueError: with what was given and what to do.
+    """
+    if not isinstance(config, ZeroLockConfig):
+        raise ValueError(
+            f"peft_config is a {type(config).__name__}: ZeroLockTrainer needs a ZeroLockConfig, which takes the same "
+            "arguments and num_chunks."
+        )
+    if isinstance(model, PeftModel) or any(isinstance(m, BaseTunerLayer) for m in model.modules()):
+        raise ValueError(
+            "peft_config was given together with a model that already has adapters: they would nest. Pass the base "
+            "model, or leave peft_config out."
+        )
+    dissect(model, config)
+
+
+def check_model(model: nn.Module) -> None:
+    """Whether the model is a PeftModel that can be trained chunk by chunk.
+
+    Raises:
+        ValueError: with what was given and what to do.
+    """
+    if not isinstance(model, PeftModel):
+        raise ValueError(
+            f"The model is a {type(model).__name__}: ZeroLockTrainer trains a PeftModel. Use get_peft_model(model, "
+            "ZeroLockConfig(...)), or pass peft_config=ZeroLockConfig(...) to the trainer."
+        )
+    nested = isinstance(model.get_base_model(), PeftModel) or any(
+        isinstance(m, LoraLayer) and isinstance(m.base_layer, LoraLayer) for m in model.modules()
+    )
+    if nested or isinstance(getattr(model.base_model, "model", None), PeftModel):
+        raise ValueError(
+            "The model is a PeftModel inside a PeftModel. Merge or unload the inner adapter first "
+            "(model = model.merge_and_unload()), then call get_peft_model once."
+        )
+    active = model.active_adapters
+    if len(active) != 1:
+        raise ValueError(
+            f"The model has {len(active)} active adapters ({active}): ZeroLockTrainer trains one. Choose it with "
+            "model.set_adapter(name)."
+        )
+    config = model.peft_config[active[0]]
+    if not isinstance(config, ZeroLockConfig):
+        raise ValueError(
+            f"The adapter {active[0]!r} has a {type(config).__name__}: chunk settings are missing. Make it with "
+            "ZeroLockConfig(...), or load it with PeftModel.from_pretrained(base, folder, is_trainable=True, "
+            "config=ZeroLockConfig.from_pretrained(folder))."
+        )
+    devices = {str(d) for d in (getattr(model.get_base_model(), "hf_device_map", None) or {}).values()}
+    if len(devices) > 1:
+        raise ValueError(
+            f"The model is spread over {sorted(devices)} (device_map), which runtime='sequential' cannot use: load it "
+            "on one device."
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("The model has no trainable parameter: load the adapter with is_trainable=True.")
+    if config.task_type in CLASSIFICATION_TASKS and model.config.get_text_config().pad_token_id is None:
+        if getattr(model.get_base_model(), "score", None) is not None:
+            raise ValueError(
+                "The model's config has no pad_token_id, so a batch's last token cannot be found. Set "
+                "model.config.pad_token_id = tokenizer.pad_token_id (and tokenizer.pad_token, where it is None)."
+            )
+    dissect(model, config)
+
+
+def check_arguments(args: Any) -> None:
+    """Whether the training arguments ask for something that local updates cannot do.
+
+    Raises:
+        ValueError: with what was given and what to do.
+    """
+    if args is None:
+        return
+
+    def refuse(what: str, remedy: str) -> None:
+        raise ValueError(f"ZeroLockTrainer does not work with {what}: {remedy}")
+
+    if args.deepspeed:
+        refuse("DeepSpeed", "it shards gradients over the whole model's backward pass. Leave `deepspeed` out.")
+    if args.fsdp:
+        refuse("FSDP", "it gathers weights by the whole model's backward pass. Leave `fsdp` out.")
+    if args.n_gpu > 1:
+        refuse(
+            f"nn.DataParallel ({args.n_gpu} visible GPUs in one process)",
+            "set CUDA_VISIBLE_DEVICES to one of them.",
+        )
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim in _REFUSED_OPTIMIZERS or "layerwise" in optim:
+        refuse(f"optim={optim!r}", "it updates inside the backward pass. Use another one, such as 'adamw_torch'.")
+    parallelism = getattr(args, "parallelism_config", None)
+    if parallelism is not None:
+        sizes = {name: getattr(parallelism, f"{name}_size", 1) for name in ("cp", "sp", "tp")}
+        split = {name: size for name, size in sizes.items() if size and size > 1}
+        if split:
+            refuse(f"parallelism_config with {split}", "sequences and weights cannot be split. Leave it out.")
+    if args.world_size > 1:
+        refuse(
+            f"{args.world_size} processes",
+            "data parallel is not there yet. Start one process, with a larger batch or more accumulation.",
+        )
+
+
+def prepare_trainable(model: nn.Module) -> None:
+    """Makes every trainable weight float32, and lets saved modules take the base model's hidden states.
+
+    LoRA layers cast their input by themselves; a module of `modules_to_save` in float32 behind a half-precision base
+    needs it done.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.float()
+    for wrapper in model.modules():
+        if isinstance(wrapper, ModulesToSaveWrapper):
+            for module in wrapper.modules_to_save.values():
+                if not getattr(module, "_zerolock_casts_input", False):
+                    module.register_forward_pre_hook(_cast_input)
+                    module._zerolock_casts_input = True
+
+
+def _cast_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if torch.is_autocast_enabled():
+        return args
+    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
+    if weight is None:
+        return args
+    return tuple(a.to(weight.dtype) if torch.is_tensor(a) and a.is_floating_point() else a for a in args)

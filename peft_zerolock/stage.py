@@ -1,0 +1,270 @@
+"""A stage: one chunk with its readout as a unit that runs forward, hands its hidden state on and learns by itself."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .admission import Anatomy, admit, dry_batch, output_of, quiet_model
+from .blocks import BlockMap, View, base_model_of, find_blocks
+from .config import CLASSIFICATION_TASKS, ZeroLockConfig
+from .objective import Terms, TokenObjective, mix, output_consistency, supervised_tokens
+from .partition import chunks_of_sizes, split_evenly
+from .readout import DEFAULT_DIM, ResidualAdapter, Tail, make_tail, readout_blocks
+
+LossFunction = Callable[[nn.Module, dict[str, Any]], tuple[Tensor, Any]]
+
+
+@dataclass
+class Entry:
+    """One micro-batch on its way through the stages.
+
+    Attributes:
+        inputs: the model's inputs, labels included; every stage needs them.
+        count: supervised positions of the whole update window, times the processes where Trainer does so.
+        hidden: h_{k-1}, detached, `(batch, seq, hidden)`; None for the first stage.
+        grad_scale: loss scale of mixed precision.
+        warmup: whether chunks whose readout has parameters of its own train only those.
+    """
+
+    inputs: dict[str, Any]
+    count: Tensor | float
+    hidden: Tensor | None = None
+    grad_scale: float = 1.0
+    warmup: bool = False
+
+
+@dataclass
+class Stage:
+    """One chunk, its readout and what they train.
+
+    Attributes:
+        index: 0 to K - 1.
+        chunk: indices of its blocks.
+        view: the model with this chunk's blocks (and its readout's) as the only real ones.
+        tail: for the sliced loss of causal LMs; None where the view's own tail and the model's own loss are used.
+        adapters: the chunk's trainable parameters in the model, by name.
+        readout: the readout's own trainable parameters, by name; never part of the adapter file.
+        autocast: context of mixed precision for what runs outside the view's forward.
+    """
+
+    index: int
+    chunk: range
+    is_last: bool
+    config: ZeroLockConfig
+    view: View
+    tail: Tail | None
+    adapters: dict[str, nn.Parameter]
+    readout: dict[str, nn.Parameter] = field(default_factory=dict)
+    label_smoothing: float = 0.0
+    autocast: Callable[[], AbstractContextManager] = nullcontext
+
+    @property
+    def name(self) -> str:
+        """As it is logged: counted from 1, as in the paper."""
+        return f"chunk_{self.index + 1}"
+
+    @property
+    def learns(self) -> bool:
+        """Whether the chunk has anything to train."""
+        return bool(self.adapters)
+
+    def step(self, entry: Entry, send: Callable[[Tensor], None] | None, loss_of: LossFunction) -> Terms | None:
+        """Runs the chunk on a micro-batch; the hidden state is sent on before the readout runs.
+
+        Args:
+            send: called with the detached h_k; None for the last stage.
+            loss_of: the model's own loss of a view on a micro-batch, scaled for the window, with its outputs. Used
+                where there is no sliced tail.
+
+        Returns:
+            The local objective with its graph, or None for a chunk below the last that does not learn.
+        """
+        ports = self.view.ports
+        ports.received, ports.send = entry.hidden, send
+        ports.cut = entry.warmup and bool(self.readout) and not self.is_last
+        try:
+            with torch.set_grad_enabled(self.learns):
+                if not self.learns and not self.is_last:
+                    self._forward(entry)
+                    return None
+                return self._output_terms(entry, loss_of) if self.tail is None else self._token_terms(entry)
+        finally:
+            ports.clear()
+
+    def _forward(self, entry: Entry) -> Any:
+        ports = self.view.ports
+        ports.last_position_only = self.tail is not None
+        return self.view.module(**_without_labels(entry.inputs))
+
+    def _previous(self, entry: Entry) -> Any:
+        """The readout of what the chunk received, without gradient: p_{k-1}."""
+        ports = self.view.ports
+        main = (ports.entered, ports.left, ports.read)
+        assert ports.entered is not None
+        ports.received, ports.send, ports.skip_chunk = ports.entered.detach(), None, True
+        self.view.module.eval()
+        try:
+            with torch.no_grad():
+                return self._forward(entry), ports.read
+        finally:
+            self.view.module.train()
+            ports.skip_chunk = False
+            ports.entered, ports.left, ports.read = main
+
+    @property
+    def _has_consistency(self) -> bool:
+        return self.config.alpha < 1 and (self.index > 0 or self.config.consistency_first)
+
+    def _token_terms(self, entry: Entry) -> Terms:
+        assert self.tail is not None
+        outputs = self._forward(entry)
+        mask, targets = supervised_tokens(entry.inputs)
+        read = self.view.ports.read
+        assert read is not None
+        hidden, previous = read[mask], None
+        if self._has_consistency:
+            previous = self._previous(entry)[1][mask]
+        objective = TokenObjective(
+            self.tail,
+            [p for tree in self.tail.modules().values() for p in tree.parameters()],
+            self.config.logits_slice or len(targets),
+            self.config.alpha,
+            self.config.consistency,
+            self.label_smoothing,
+        )
+        with self.autocast():
+            terms = objective(hidden, self.tail.restrict(targets), entry.count, previous, entry.grad_scale)
+        balance = outputs.get("aux_loss") if hasattr(outputs, "get") else None
+        if balance is not None:
+            # A mixture of experts balances the routers that ran: this chunk's.
+            balance = base_model_of(self.view.module).router_aux_loss_coef * balance
+            terms = Terms(terms.objective + balance, terms.task + balance.detach(), terms.consistency)
+        return terms
+
+    def _output_terms(self, entry: Entry, loss_of: LossFunction) -> Terms:
+        ports = self.view.ports
+        ports.last_position_only = False
+        task, outputs = loss_of(self.view.module, dict(entry.inputs))
+        if not self._has_consistency:
+            return mix(task, None, 1.0)
+        previous = output_of(self._previous(entry)[0])
+        logits, labels = output_of(outputs), entry.inputs.get("labels")
+        causal = self.config.task_type not in CLASSIFICATION_TASKS
+        if causal and labels is not None:
+            labels = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+        regression = base_model_of(self.view.module).config.problem_type == "regression"
+        aligned = labels if labels is not None and labels.dim() == logits.dim() - 1 and logits.dim() == 3 else None
+        consistency = output_consistency(
+            logits, previous, aligned, entry.count, self.config.consistency, regression and logits.dim() == 2
+        )
+        return mix(task, consistency, self.config.alpha)
+
+
+def _without_labels(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in inputs.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
+
+
+def dissect(model: nn.Module, config: ZeroLockConfig) -> tuple[BlockMap, list[range], Anatomy]:
+    """Finds a model's blocks, cuts them into chunks and runs the admission test; changes nothing.
+
+    Raises:
+        UnsupportedModelError: the model fails the admission test.
+        ValueError: the chunk settings do not fit the model.
+    """
+    find_blocks(model)
+    with quiet_model(model):
+        batch = dry_batch(model)
+        blocks = BlockMap.of(model, batch)
+        sizes = config.chunk_sizes
+        chunks = (
+            chunks_of_sizes(len(blocks), sizes) if sizes else split_evenly(len(blocks), config.resolved_num_chunks)
+        )
+        return blocks, chunks, admit(blocks, chunks, batch)
+
+
+def build_stages(
+    model: nn.Module,
+    config: ZeroLockConfig,
+    sliced: bool,
+    label_smoothing: float = 0.0,
+    vocab: Tensor | None = None,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+    prepare: Callable[[nn.Module], nn.Module] = lambda module: module,
+) -> list[Stage]:
+    """Cuts a PeftModel into stages.
+
+    Adapters of chunks that do not learn (`train_chunks`) are frozen; nothing else about the model changes.
+
+    Args:
+        sliced: use the token objective, a slice at a time, in place of the model's own loss.
+        vocab: token ids for the readout of kind `"vocab"`.
+        prepare: applied to each view's module tree (mixed precision, compilation).
+
+    Raises:
+        UnsupportedModelError: the model fails the admission test.
+        ValueError: the chunk settings do not fit the model.
+    """
+    blocks, chunks, anatomy = dissect(model, config)
+    shared = {id(p) for p in model.parameters()}
+    stages = [_build(blocks, config, chunks, k, anatomy, sliced, vocab) for k in range(len(chunks))]
+    for stage in stages:
+        trees = {"view": stage.view.module} | ({} if stage.tail is None else stage.tail.modules())
+        for prefix, tree in trees.items():
+            for name, parameter in tree.named_parameters():
+                if id(parameter) not in shared and parameter.requires_grad and not stage.is_last:
+                    stage.readout[f"{prefix}.{name}"] = parameter
+        if not stage.learns:
+            stage.readout = {}
+        stage.label_smoothing, stage.autocast = label_smoothing, autocast
+        stage.view.module = prepare(stage.view.module)
+        for tree in trees.values():
+            tree.train()
+    for parameter in model.parameters():
+        if anatomy.owner.get(id(parameter), 0) not in config.trained_chunks:
+            parameter.requires_grad_(False)
+    return stages
+
+
+def _build(
+    blocks: BlockMap,
+    config: ZeroLockConfig,
+    chunks: list[range],
+    k: int,
+    anatomy: Anatomy,
+    sliced: bool,
+    vocab: Tensor | None,
+) -> Stage:
+    chunk, is_last = chunks[k], k == len(chunks) - 1
+    named = blocks.model.named_parameters()
+    adapters = {name: p for name, p in named if p.requires_grad and anatomy.owner[id(p)] == k}
+    if k not in config.trained_chunks:
+        adapters = {}
+    if is_last or not adapters:
+        view, tail = blocks.view(chunk), None
+        if sliced:
+            tail = make_tail(blocks, config, True, anatomy.tail_parameters, vocab) if is_last else Tail(None)
+        return Stage(k, chunk, is_last, config, view, tail, adapters)
+    adapter = None
+    if config.resolved_readout == "adapter":
+        weight = base_model_of(blocks.model).get_input_embeddings().weight
+        hidden_size = base_model_of(blocks.model).config.get_text_config().hidden_size
+        adapter = ResidualAdapter(hidden_size, config.readout_dim or DEFAULT_DIM, weight.device)
+    copies = readout_blocks(blocks, config, chunk) if config.resolved_readout == "blocks" else None
+    if sliced:
+        tail = make_tail(blocks, config, False, anatomy.tail_parameters, vocab)
+        return Stage(k, chunk, is_last, config, blocks.view(chunk, copies, adapter), tail, adapters)
+    classifies = config.task_type in CLASSIFICATION_TASKS
+    fresh = [p for p in anatomy.tail_parameters if classifies or p.requires_grad]
+    view = blocks.view(chunk, copies, adapter, fresh)
+    fresh_ids = {id(p) for p in blocks.model.parameters()}
+    in_blocks = {id(p) for copied in (copies or {}).values() for p in copied.parameters()}
+    in_blocks |= {id(p) for p in adapter.parameters()} if adapter is not None else set()
+    for parameter in view.module.parameters():
+        if id(parameter) not in fresh_ids | in_blocks:
+            parameter.requires_grad_(classifies)
+            parameter.data = parameter.data.float() if classifies else parameter.data
+    return Stage(k, chunk, is_last, config, view, None, adapters)

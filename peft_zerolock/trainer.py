@@ -1,0 +1,368 @@
+"""ZeroLockTrainer: transformers.Trainer whose training step is that of the stages."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import Trainer, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import rotate_checkpoints
+from transformers.utils import logging
+
+from . import checkpoint, contract
+from .config import ZeroLockConfig
+from .early_exit import EarlyExit
+from .readout import DEFAULT_VOCAB
+from .runtime import SequentialRuntime, WindowReport
+from .stage import Entry, Stage, build_stages
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class ZeroLockTrainingArguments(TrainingArguments):
+    """TrainingArguments and how the chunks are run. What they learn is in ZeroLockConfig.
+
+    Args:
+        runtime (`str`): `"sequential"`: one device, one chunk after the other.
+    """
+
+    runtime: str = field(default="sequential", metadata={"help": "How the chunks are run: 'sequential'."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.runtime != "sequential":
+            raise ValueError(f"runtime={self.runtime!r} is not known: it must be 'sequential'.")
+
+
+class ZeroLockMixin:
+    """Makes a Trainer, or a trainer derived from it, train a PEFT model chunk by chunk.
+
+    `class MyTrainer(ZeroLockMixin, SFTTrainer)` is all it takes. Evaluation, prediction, logging, callbacks and saving
+    stay the Trainer's own.
+
+    Args:
+        model: a PeftModel made with a ZeroLockConfig, or a transformers model together with `peft_config`.
+        peft_config (`ZeroLockConfig`, *optional*): how to wrap `model`.
+        args, kwargs: as in Trainer.
+
+    Raises:
+        ValueError: before any work, if the model, the settings or the environment cannot be used; the message says
+            what was given, what is allowed and what to do.
+    """
+
+    def __init__(self, model: Any = None, args: Any = None, *positional, peft_config=None, **kwargs):
+        if args is not None:
+            contract.check_arguments(args)
+        if peft_config is not None:
+            if isinstance(model, nn.Module):
+                model = _wrap(model, peft_config)
+            elif kwargs.get("model_init") is not None:
+                make_base = kwargs["model_init"]
+                kwargs["model_init"] = lambda *trial: _wrap(make_base(*trial), peft_config)
+            else:
+                kwargs["peft_config"] = peft_config
+        super().__init__(model, args, *positional, **kwargs)
+        contract.check_model(self.model)
+        self._stages: list[Stage] = []
+        self._staged_model: nn.Module | None = None
+        self._sums: dict[str, Tensor] = {}
+        self._logged_step = 0
+        self._window = -1
+        self._saving: str | None = None
+        self._exit: EarlyExit | None = None
+        self.windows_without_targets = 0
+        contract.prepare_trainable(self.model)
+
+    # ---- stages ----
+
+    @property
+    def zerolock_config(self) -> ZeroLockConfig:
+        """The active adapter's configuration."""
+        return self.model.peft_config[self.model.active_adapter]
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The model's stages, made when they are first needed."""
+        if self._staged_model is not self.model:
+            config = self.zerolock_config
+            vocab = self._frequent_tokens(config) if config.resolved_readout == "vocab" else None
+            self._stages = build_stages(
+                self.model,
+                config,
+                self._is_sliced,
+                self.args.label_smoothing_factor,
+                vocab,
+                self.accelerator.autocast,
+                self._prepare_view,
+            )
+            self._staged_model = self.model
+            self._runtime = SequentialRuntime(self._stages, self.accelerator.backward)
+        return self._stages
+
+    @property
+    def _is_sliced(self) -> bool:
+        if self.zerolock_config.logits_slice is None or not getattr(self, "_loss_shifts_labels", False):
+            return False
+        own_loss = type(self).compute_loss is not Trainer.compute_loss or self.compute_loss_func is not None
+        if own_loss:
+            logger.warning_once("A loss of your own needs whole outputs: logits_slice is not used.")
+        return not own_loss
+
+    def _prepare_view(self, module: nn.Module) -> nn.Module:
+        prepared = self.accelerator.prepare_model(module, device_placement=False, evaluation_mode=True)
+        self.accelerator._models.remove(prepared)
+        return prepared
+
+    @property
+    def _readouts(self) -> dict[str, nn.Parameter]:
+        return {f"{stage.name}.{name}": p for stage in self.stages for name, p in stage.readout.items()}
+
+    def _frequent_tokens(self, config: ZeroLockConfig) -> Tensor:
+        if isinstance(config.readout_vocab, list | tuple | set):
+            return torch.tensor(sorted(config.readout_vocab), dtype=torch.long)
+        wanted = config.readout_vocab or DEFAULT_VOCAB
+        try:
+            size = len(self.train_dataset)
+        except TypeError as error:
+            raise ValueError(
+                f"readout_vocab={config.readout_vocab!r} counts tokens in the training data, which this data set "
+                "cannot tell in advance: give a list of token ids."
+            ) from error
+        counts: dict[int, int] = {}
+        with torch.random.fork_rng():
+            dataset, collate = self.train_dataset, self._get_collator_with_removed_columns(self.data_collator)
+            for start in range(0, size, 64):
+                batch = collate([dataset[i] for i in range(start, min(start + 64, size))])
+                ids, numbers = batch["labels"][batch["labels"] >= 0].unique(return_counts=True)
+                for token, number in zip(ids.tolist(), numbers.tolist(), strict=True):
+                    counts[token] = counts.get(token, 0) + number
+        chosen = sorted(counts, key=lambda token: (-counts[token], token))[:wanted]
+        return torch.tensor(sorted(chosen), dtype=torch.long)
+
+    # ---- training ----
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        """Trainer's optimizer, with parameter groups of their own for each chunk's adapters and readout."""
+        if self.optimizer is not None:
+            self.stages  # noqa: B018 - a given optimizer still needs the stages
+            return self.optimizer
+        learning = nn.ModuleDict({"model": self.model if model is None else model})
+        owner: dict[int, tuple[str, bool]] = {}
+        for stage in self.stages:
+            owner |= {id(p): (stage.name, False) for p in stage.adapters.values()}
+            owner |= {id(p): (stage.name, True) for p in stage.readout.values()}
+            if stage.readout:
+                learning[stage.name] = nn.ParameterDict(
+                    {name.replace(".", "/"): parameter for name, parameter in stage.readout.items()}
+                )
+        super().create_optimizer(learning)
+        groups = []
+        for group in self.optimizer.param_groups:
+            split: dict[tuple[str, bool], list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                split.setdefault(owner[id(parameter)], []).append(parameter)
+            for (chunk, is_readout), parameters in sorted(split.items()):
+                rate = self.zerolock_config.readout_learning_rate if is_readout else None
+                groups.append({**group, "params": parameters, "chunk": chunk, "lr": rate or group["lr"]})
+        self.optimizer.param_groups[:] = groups
+        return self.optimizer
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch=None) -> Tensor:
+        """One micro-batch through all the stages: each runs forward, hands on and runs its own backward at once.
+
+        Returns:
+            The last chunk's task loss, scaled as Trainer's is.
+        """
+        stages = self.stages
+        model.train()
+        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+            self.optimizer.train()
+        inputs = self._prepare_inputs(inputs)
+        if self._window != self.state.global_step:
+            self._window = self.state.global_step
+            for parameter in self._readouts.values():
+                parameter.grad = None
+        zero = torch.zeros((), device=self.args.device)
+        if not self._has_targets(inputs, num_items_in_batch):
+            return zero
+        count = self._supervised_count(inputs, num_items_in_batch)
+        scaler = self.accelerator.scaler
+        entry = Entry(
+            inputs, count, grad_scale=scaler.get_scale() if scaler is not None else 1.0, warmup=self._in_warmup()
+        )
+        report = self._runtime.submit(entry, lambda view, batch: self._own_loss(view, batch, num_items_in_batch))
+        if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
+            self.accelerator.clear()
+        self._add_to_log(report)
+        return report.task[stages[-1].name].to(zero.device)
+
+    def _has_targets(self, inputs: dict[str, Any], count: Any) -> bool:
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        if not torch.is_tensor(labels) or labels.is_floating_point():
+            return True
+        if labels.dim() == 2 and getattr(self, "_loss_shifts_labels", False) and "shift_labels" not in inputs:
+            labels = labels[:, 1:]
+        if bool((labels != -100).any()):
+            return True
+        if count is None or int(count) == 0:
+            self.windows_without_targets += self.accelerator.sync_gradients
+            logger.warning_once(
+                "An update window had no supervised token (all labels are -100): it changes no weight. Check that the "
+                "answers survive truncation. Their number is in trainer.windows_without_targets."
+            )
+        return False
+
+    def _supervised_count(self, inputs: dict[str, Any], num_items: Any) -> Any:
+        """Supervised positions of the update window, divided by the processes where Trainer multiplies by them."""
+        if num_items is not None:
+            return num_items / self._processes_averaged
+        labels = inputs.get("labels")
+        rows = len(labels) if torch.is_tensor(labels) else 1
+        return rows * self.current_gradient_accumulation_steps
+
+    @property
+    def _processes_averaged(self) -> int:
+        return self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+
+    def _own_loss(self, view: nn.Module, inputs: dict[str, Any], num_items: Any) -> tuple[Tensor, Any]:
+        """The model's own loss on a view, scaled for the update window, and its outputs.
+
+        Classification losses of transformers ignore the window's count and are means over their micro-batch. They are
+        weighed here by the share of the window that the micro-batch has, so that accumulation changes nothing.
+        """
+        labels = inputs.get("labels")
+        shifts = getattr(self, "_loss_shifts_labels", False)
+        own_scale = self.compute_loss_func is not None or self.label_smoother is not None or shifts
+        share = 1.0
+        if not own_scale and num_items is not None and torch.is_tensor(labels):
+            share = labels.ne(-100).sum() * self._processes_averaged / num_items
+            num_items = None
+        elif num_items is None or not (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
+            share = 1.0 if self.loss_is_scaled_for_ga else 1 / self.current_gradient_accumulation_steps
+        with self.compute_loss_context_manager():
+            loss, outputs = self.compute_loss(view, inputs, return_outputs=True, num_items_in_batch=num_items)
+        return loss * share, outputs
+
+    def _in_warmup(self) -> bool:
+        ratio = self.zerolock_config.readout_warmup_ratio
+        return ratio > 0 and self.state.global_step < ratio * self.state.max_steps
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        """Clips each chunk's adapters, and its readout, to max_grad_norm on their own; returns the adapters' norm."""
+        self.accelerator.unscale_gradients()
+        limit, norms = self.args.max_grad_norm, []
+        for stage in self.stages:
+            norms.append(nn.utils.clip_grad_norm_(list(stage.adapters.values()), limit))
+            if stage.readout:
+                nn.utils.clip_grad_norm_(list(stage.readout.values()), limit)
+        return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+
+    # ---- logging and evaluation ----
+
+    def _add_to_log(self, report: WindowReport) -> None:
+        for kind, values in (("loss", report.task), ("consistency", report.consistency)):
+            for name, value in values.items():
+                key = f"{kind}/{name}"
+                self._sums[key] = self._sums.get(key, 0) + value
+
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        """Trainer's log, with each chunk's task and consistency terms (means over the windows since the last one)."""
+        if "loss" in logs and self._sums:
+            windows = max(self.state.global_step - self._logged_step, 1)
+            logs = {**logs, **{key: round(float(total) / windows, 6) for key, total in sorted(self._sums.items())}}
+            self._sums = {}
+            self._logged_step = self.state.global_step
+        super().log(logs, *args, **kwargs)
+
+    def evaluate(self, *args, per_chunk: bool = False, **kwargs) -> dict[str, float]:
+        """Evaluates the plain model, as Trainer does.
+
+        Args:
+            per_chunk: also evaluate each readout, as `eval_chunk_k_...` (early exit accuracy over depth).
+        """
+        metrics = super().evaluate(*args, **kwargs)
+        if not per_chunk:
+            return metrics
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        for k, stage in enumerate(self.stages[:-1], start=1):
+            self._exit = EarlyExit(self.model, self.stages[:k]).eval()
+            try:
+                metrics |= super().evaluate(*args, **{**kwargs, "metric_key_prefix": f"{prefix}_{stage.name}"})
+            finally:
+                self._exit.train()
+                self._exit = None
+        return metrics
+
+    def prediction_step(self, model: nn.Module, *args, **kwargs):
+        """Trainer's, on the plain model, or on a chunk's readout while `evaluate(per_chunk=True)` reads it."""
+        return super().prediction_step(self._exit or model, *args, **kwargs)
+
+    # ---- checkpoints ----
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """Trains; `resume_from_checkpoint=True` takes the newest complete checkpoint.
+
+        Raises:
+            ValueError: the checkpoint is damaged, there is none, or it was trained with other chunk settings.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = checkpoint.newest_complete(self.args.output_dir)
+        if resume_from_checkpoint:
+            checkpoint.check_resumable(resume_from_checkpoint, self.zerolock_config)
+        self._sums, self._window = {}, -1
+        self._logged_step = 0
+        if resume_from_checkpoint:
+            state = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))
+            self._logged_step = state.global_step
+        return super().train(resume_from_checkpoint or None, *args, **kwargs)
+
+    def _get_output_dir(self, trial) -> str:
+        return self._saving or super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: nn.Module, trial) -> None:
+        run_dir = self._get_output_dir(trial)
+        name = f"checkpoint-{self.state.global_step}"
+        final = os.path.join(run_dir, name)
+        with checkpoint.staged(run_dir, name) as temporary:
+            self._saving = temporary
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._saving = None
+            written = os.path.join(temporary, name)
+            checkpoint.save_readouts(written, self._readouts)
+            if self.state.best_model_checkpoint == written:
+                self.state.best_model_checkpoint = final
+                self.state.save_to_json(os.path.join(written, TRAINER_STATE_NAME))
+        if self.args.push_to_hub:
+            super()._push_from_checkpoint(final)
+        rotate_checkpoints(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Called while a checkpoint is being written; it is pushed when it is complete."""
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Trainer's, by way of a temporary folder: a failed save leaves the earlier files as they were."""
+        with checkpoint.replaced_files(output_dir or self.args.output_dir) as temporary:
+            super()._save(temporary, state_dict)
+
+    def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
+        super()._load_optimizer_and_scheduler(folder)
+        if folder is not None:
+            checkpoint.load_readouts(folder, self._readouts)
+
+
+class ZeroLockTrainer(ZeroLockMixin, Trainer):
+    """transformers.Trainer that trains a PeftModel made with a ZeroLockConfig chunk by chunk.
+
+    Takes Trainer's arguments and `peft_config`; see `ZeroLockMixin`. Source: ZeroLock, arXiv 2608.07974.
+    """
+
+
+def _wrap(model: nn.Module, config: ZeroLockConfig) -> PeftModel:
+    contract.check_wrapping(model, config)
+    return get_peft_model(model, config)
