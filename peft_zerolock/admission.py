@@ -48,19 +48,28 @@ def output_of(outputs) -> Tensor:
 
 
 @contextlib.contextmanager
-def quiet_model(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode (no dropout, no checkpointing) and no cache, put back afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    config = getattr(base_model_of(model), "config", None)
-    had_cache = getattr(config, "use_cache", None)
-    model.eval()
-    if had_cache is not None:
-        config.use_cache = False
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode (no dropout, no checkpointing); afterwards each submodule has the mode that it had."""
+    training = [m for m in module.modules() if m.training]
+    module.eval()
     try:
         yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        for m in training:
+            m.training = True
+
+
+@contextlib.contextmanager
+def quiet_model(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no cache, put back afterwards."""
+    config = getattr(base_model_of(model), "config", None)
+    had_cache = getattr(config, "use_cache", None)
+    if had_cache is not None:
+        config.use_cache = False
+    try:
+        with evaluation_mode(model):
+            yield
+    finally:
         if had_cache is not None:
             config.use_cache = had_cache
 

@@ -246,9 +246,7 @@ def _read_chunk_settings(source: str, subfolder: str | None, kwargs: dict[str, A
         except EntryNotFoundError:
             path = ""
     if not os.path.isfile(path):
-        logger.warning(
-            f"{source!r} has no {CONFIG_NAME}: a plain LoRA adapter; the chunk settings are defaults."
-        )
+        logger.warning(f"{source!r} has no {CONFIG_NAME}: a plain LoRA adapter; the chunk settings are defaults.")
         return {}
     with open(path, encoding="utf-8") as file:
         return json.load(file)

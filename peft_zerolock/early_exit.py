@@ -22,7 +22,9 @@ class EarlyExit(nn.Module):
         super().__init__()
         self.stages = stages
         self.base = base_model_of(model)
-        self.trees = nn.ModuleList(stage.view.module for stage in stages)
+        tail = stages[-1].tail
+        self.trees = nn.ModuleList([stage.view.module for stage in stages])
+        self.tails = nn.ModuleDict(tail.modules() if tail is not None else {})
 
     def _get_name(self) -> str:
         """The model's own class name, by which Trainer's label smoothing tells causal LMs."""

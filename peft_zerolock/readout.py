@@ -114,7 +114,7 @@ class Tail:
 
     def modules(self) -> dict[str, nn.Module]:
         """The module trees that belong to this tail."""
-        trees = {"view": self.view.module if self.view is not None else None, "bottleneck": self.bottleneck}
+        trees = {"tail": self.view.module if self.view is not None else None, "bottleneck": self.bottleneck}
         return {name: tree for name, tree in trees.items() if tree is not None}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .admission import Anatomy, admit, dry_batch, output_of, quiet_model
+from .admission import Anatomy, admit, dry_batch, evaluation_mode, output_of, quiet_model
 from .blocks import BlockMap, View, base_model_of, find_blocks
 from .config import CLASSIFICATION_TASKS, ZeroLockConfig
 from .objective import Terms, TokenObjective, mix, output_consistency, supervised_tokens
@@ -106,12 +106,10 @@ class Stage:
         main = (ports.entered, ports.left, ports.read)
         assert ports.entered is not None
         ports.received, ports.send, ports.skip_chunk = ports.entered.detach(), None, True
-        self.view.module.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), evaluation_mode(self.view.module):
                 return self._forward(entry), ports.read
         finally:
-            self.view.module.train()
             ports.skip_chunk = False
             ports.entered, ports.left, ports.read = main
 
@@ -221,12 +219,23 @@ def build_stages(
             stage.readout = {}
         stage.label_smoothing, stage.autocast = label_smoothing, autocast
         stage.view.module = prepare(stage.view.module)
-        for tree in trees.values():
-            tree.train()
+        _set_modes(stage, {id(p) for p in anatomy.tail_parameters})
     for parameter in model.parameters():
         if anatomy.owner.get(id(parameter), 0) not in config.trained_chunks:
             parameter.requires_grad_(False)
     return stages
+
+
+def _set_modes(stage: Stage, tail_parameters: set[int]) -> None:
+    """Training mode, but for what draws random numbers without being read: embeddings whose output is replaced."""
+    stage.view.module.train()
+    if stage.index > 0:
+        base_model_of(stage.view.module).get_input_embeddings().eval()
+    for tree in stage.tail.modules().values() if stage.tail is not None else ():
+        tree.eval()
+        for module in tree.modules():
+            if any(p.requires_grad or id(p) in tail_parameters for p in module.parameters(recurse=False)):
+                module.train()
 
 
 def _build(

@@ -13,6 +13,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import logging
 
 from . import checkpoint, contract
+from .admission import evaluation_mode
 from .config import ZeroLockConfig
 from .early_exit import EarlyExit
 from .readout import DEFAULT_VOCAB
@@ -273,7 +274,10 @@ class ZeroLockMixin:
         """Trainer's log, with each chunk's task and consistency terms (means over the windows since the last one)."""
         if "loss" in logs and self._sums:
             windows = max(self.state.global_step - self._logged_step, 1)
-            logs = {**logs, **{key: round(float(total) / windows, 6) for key, total in sorted(self._sums.items())}}
+            logs = {
+                **logs,
+                **{key: round(float(total) / windows, 6) + 0.0 for key, total in sorted(self._sums.items())},
+            }
             self._sums = {}
             self._logged_step = self.state.global_step
         super().log(logs, *args, **kwargs)
@@ -289,11 +293,11 @@ class ZeroLockMixin:
             return metrics
         prefix = kwargs.get("metric_key_prefix", "eval")
         for k, stage in enumerate(self.stages[:-1], start=1):
-            self._exit = EarlyExit(self.model, self.stages[:k]).eval()
+            self._exit = EarlyExit(self.model, self.stages[:k])
             try:
-                metrics |= super().evaluate(*args, **{**kwargs, "metric_key_prefix": f"{prefix}_{stage.name}"})
+                with evaluation_mode(self._exit):
+                    metrics |= super().evaluate(*args, **{**kwargs, "metric_key_prefix": f"{prefix}_{stage.name}"})
             finally:
-                self._exit.train()
                 self._exit = None
         return metrics
 

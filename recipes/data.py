@@ -36,7 +36,7 @@ class SplitNotFound(DataError):
 
 @dataclass
 class RowReport:
-    """What happened to the rows of one split; kept in ``summary.json``.
+    """What happened to the rows of one split.
 
     Args:
         kept: rows handed on.
@@ -56,6 +56,10 @@ class RowReport:
         """Keep the reason if it is among the first."""
         if len(self.reasons) < REASONS_SHOWN:
             self.reasons.append(reason)
+
+    def counts(self) -> dict[str, int]:
+        """The numbers without the reasons, which hold paths: for ``summary.json``, which may be published."""
+        return {"kept": self.kept, "blank": self.blank, "bad": self.bad, "too_long": self.too_long}
 
 
 def load_rows(

@@ -5,8 +5,6 @@ is a list of ``{"role": "system" | "user" | "assistant", "content": str}``.
 """
 
 import re
-from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -87,6 +85,7 @@ class PromptEncoder:
 
     Attributes:
         stop_ids: ids that end an answer, for ``generate(eos_token_id=...)``.
+        pad_token_id: the tokenizer's, or a stop id where it has none (padding is never a target here).
 
     Raises:
         ValueError: "chat" without a chat template, or an unknown format.
@@ -108,6 +107,7 @@ class PromptEncoder:
         last = [label for label in probe["labels"] if label != IGNORE][-1]
         stops = {tokenizer.eos_token_id, last if last in tokenizer.all_special_ids else None}
         self.stop_ids = sorted(stops - {None})
+        self.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.stop_ids[0]
 
     def encode(self, messages: list[dict[str, str]]) -> dict[str, list[int]]:
         """``input_ids`` and ``labels`` (-100 outside the answers) of one conversation, equally long.
@@ -199,61 +199,18 @@ class PromptEncoder:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def encode_rows(
-    rows: Iterable[dict[str, Any]],
-    encoder: PromptEncoder,
-    max_length: int,
-    overlong: str = "drop",
-    skip_bad_rows: bool = False,
-) -> tuple[list[dict[str, list[int]]], Counter]:
-    """Encodes rows and counts what happened to them: ``kept``, ``truncated``, ``dropped_too_long``, ``dropped_bad``.
-
-    Args:
-        max_length: the most tokens that an example may have.
-        overlong: "drop", or "truncate" (the end is cut; dropped all the same if no answer token is left).
-        skip_bad_rows: drop and count rows that cannot be encoded instead of raising.
-
-    Raises:
-        ValueError: a row that cannot be encoded (its number and the reason), or no row is left.
-    """
-    if overlong not in ("drop", "truncate"):
-        raise ValueError(f"overlong is {overlong!r}; allowed are drop, truncate.")
-    examples, counts = [], Counter()
-    for number, row in enumerate(rows, start=1):
-        try:
-            example = encoder.encode(to_messages(row))
-        except ValueError as error:
-            if not skip_bad_rows:
-                raise ValueError(f"row {number}: {error}") from error
-            counts["dropped_bad"] += 1
-            continue
-        if len(example["input_ids"]) > max_length:
-            example = {name: ids[:max_length] for name, ids in example.items()}
-            if overlong == "drop" or all(label == IGNORE for label in example["labels"][1:]):
-                counts["dropped_too_long"] += 1
-                continue
-            counts["truncated"] += 1
-        examples.append(example)
-    counts["kept"] = len(examples)
-    if not examples:
-        raise ValueError(
-            f"no example is left of {sum(counts.values())} rows ({dict(counts)}; max_length is {max_length}). "
-            "Raise --max_length, pass --overlong truncate, or check the data."
-        )
-    return examples, counts
-
-
 @torch.no_grad()
 def generate_answers(model, encoder: PromptEncoder, conversations, max_new_tokens: int = 64, batch_size: int = 16):
     """Greedy answers to conversations (a last assistant turn is not shown to the model), as a list of strings."""
     tokenizer, training = encoder.tokenizer, model.training
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else encoder.stop_ids[0]
     model.eval()
     answers: list[str] = []
     for start in range(0, len(conversations), batch_size):
         prompts = [encoder.prompt(messages) for messages in conversations[start : start + batch_size]]
         width = max(len(prompt) for prompt in prompts)
-        input_ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
+        input_ids = torch.tensor(
+            [[encoder.pad_token_id] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device
+        )
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
         output = model.generate(
             input_ids=input_ids,
@@ -262,7 +219,7 @@ def generate_answers(model, encoder: PromptEncoder, conversations, max_new_token
             use_cache=True,
             max_new_tokens=max_new_tokens,
             eos_token_id=encoder.stop_ids,
-            pad_token_id=pad,
+            pad_token_id=encoder.pad_token_id,
         )
         answers += [text.strip() for text in tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)]
     model.train(training)

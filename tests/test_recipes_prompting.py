@@ -5,57 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, processors
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+from tiny_text import CHATML, FORGETFUL, GEMMA, LLAMA2, tiny_llama, tokenizer_with
+from transformers import AutoModelForCausalLM, GPT2Config
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
 from packing import PaddingCollator, check_packing, pack
-from prompting import IGNORE, PromptEncoder, encode_rows, generate_answers, to_messages
+from prompting import IGNORE, PromptEncoder, generate_answers, to_messages
 
-SPECIAL = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>"]
-CHATML = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nBe kind<|im_end|>\n' }}{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-LLAMA2 = (
-    "{% if messages[0]['role'] == 'system' %}"
-    "{% set system = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
-    "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}{% for message in messages %}"
-    "{% if message['role'] == 'user' %}"
-    "{{ bos_token + '[INST] ' + (system if loop.first else '') + message['content'] + ' [/INST]' }}"
-    "{% else %}{{ ' ' + message['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
-)
-GEMMA = (
-    "{{ bos_token }}"
-    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for message in messages %}{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
-    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
-# Only the last answer is kept whole: earlier renderings are no prefix of later ones; {% generation %} marks answers.
-FORGETFUL = (
-    "{% for message in messages %}{% if message['role'] == 'assistant' %}A:{% generation %}"
-    "{{ message['content'] if loop.last else message['content'][:1] }}</s>{% endgeneration %}"
-    "{% else %}Q:{{ message['content'] }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
-)
 SINGLE = [("user", "hi"), ("assistant", "yo")]
 MULTI = [("system", "S"), ("user", "hi"), ("assistant", "yo"), ("user", "and"), ("assistant", "no")]
-
-
-def tokenizer_with(template: str | None = None) -> PreTrainedTokenizerFast:
-    """One token per character and per special token; plain calls add <s>, as Llama's and Gemma's tokenizers do."""
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *map(chr, range(10, 127))])}
-    core = Tokenizer(models.BPE(vocabulary, []))
-    core.decoder = decoders.Fuse()
-    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>", extra_special_tokens=SPECIAL[3:]
-    )
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def conversation(turns) -> list[dict[str, str]]:
@@ -187,39 +146,6 @@ def test_columns(row, prompt, answer):
 def test_rows_without_a_conversation_are_refused(row, message):
     with pytest.raises(ValueError, match=message):
         to_messages(row)
-
-
-def test_encode_rows_counts_what_it_leaves_out():
-    encoder = PromptEncoder(tokenizer_with(), "plain")
-    short, bad = {"question": "q", "answer": "a"}, {"question": "q", "answer": ""}
-    long_answer, long_prompt = {"question": "q", "answer": "a" * 90}, {"question": "q" * 90, "answer": "a"}
-    rows = [short, bad, long_answer, long_prompt]
-    with pytest.raises(ValueError, match="row 2: nothing to learn"):
-        encode_rows(rows, encoder, max_length=60)
-    examples, counts = encode_rows(rows, encoder, max_length=60, skip_bad_rows=True)
-    assert (len(examples), dict(counts)) == (1, {"kept": 1, "dropped_bad": 1, "dropped_too_long": 2})
-    examples, counts = encode_rows(rows, encoder, max_length=60, overlong="truncate", skip_bad_rows=True)
-    assert dict(counts) == {"kept": 2, "dropped_bad": 1, "truncated": 1, "dropped_too_long": 1}
-    assert examples[1]["labels"][-1] == encoder.tokenizer.convert_tokens_to_ids("a")
-    assert [len(example["input_ids"]) for example in examples] == [37, 60]
-    with pytest.raises(ValueError, match=r"no example is left of 1 rows .*'dropped_too_long': 1"):
-        encode_rows([short], encoder, max_length=5)
-
-
-def tiny_llama(attention: str = "sdpa"):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-    )
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
 def examples_of(*lengths: int) -> list[dict[str, list[int]]]:

@@ -51,7 +51,9 @@ CONFIGS: dict[str, Any] = {
     "gemma2": lambda **kw: hf.Gemma2Config(**(GEMMA | {"final_logit_softcapping": 30.0} | kw)),
     "gemma3": lambda **kw: hf.Gemma3TextConfig(**(GEMMA | kw)),
     "phi3": lambda **kw: hf.Phi3Config(**(GROUPED | kw)),
-    "gpt2": lambda **kw: hf.GPT2Config(vocab_size=64, n_embd=16, n_layer=3, n_head=2, n_positions=64, pad_token_id=0, **kw),
+    "gpt2": lambda **kw: hf.GPT2Config(
+        vocab_size=64, n_embd=16, n_layer=3, n_head=2, n_positions=64, pad_token_id=0, **kw
+    ),
     "gpt_neox": lambda **kw: hf.GPTNeoXConfig(**(SMALL | kw)),
     "opt": lambda **kw: hf.OPTConfig(**(OPT | kw)),
     "opt_projected": lambda **kw: hf.OPTConfig(

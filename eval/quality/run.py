@@ -6,6 +6,7 @@ Every method of an experiment gets the same rows, batches, initial weights, LoRA
 """
 
 import argparse
+import copy
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -77,7 +78,8 @@ def run_row(spec: dict, row: Row, data_root: Path) -> dict:
 
 
 def _peft_config(task: Task, method: dict) -> LoraConfig:
-    arguments = {"task_type": task.task_type, **task.spec["lora"], **method.get("lora", {})}
+    # A copy: PEFT appends to modules_to_save, and the settings are recorded as they stand in the YAML file.
+    arguments = copy.deepcopy({"task_type": task.task_type, **task.spec["lora"], **method.get("lora", {})})
     if method["trainer"] == "bp":
         return LoraConfig(**arguments)
     from peft_zerolock import ZeroLockConfig
