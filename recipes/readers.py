@@ -73,7 +73,7 @@ def read_json_lines(path: Path) -> Iterator[Located]:
                 yield Located(origin, None, blank=True)
                 continue
             try:
-                yield Located(origin, _object(_json(_text(line))))
+                yield Located(origin, _object(_json(_text(line.rstrip(b"\r\n")))))
             except ValueError as error:
                 yield Located(origin, None, str(error))
 
@@ -165,7 +165,7 @@ def _json(text: str) -> Any:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError as error:
         place = f"line {error.lineno} column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise ValueError(f"not valid JSON: {error.msg} at {place}; is the object cut?") from error
+        raise ValueError(f"not valid JSON: {error.msg} ({place}); is the object cut?") from error
     except UnicodeEncodeError as error:
         raise ValueError("a string holds half of a surrogate pair, which is not valid text") from error
     except RecursionError as error:

@@ -23,7 +23,7 @@ from peft_zerolock.hub import explain_failed_push
 SUMMARY_NAME = "summary.json"
 PLOT_NAME = "losses.png"
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets")
-NOT_METRICS = ("runtime", "samples_per_second", "steps_per_second", "epoch", "num_input_tokens_seen")
+NOT_METRICS = ("runtime", "per_second", "epoch", "num_input_tokens_seen", "preparation_time")
 
 
 class RunMonitor(TrainerCallback):
