@@ -161,9 +161,7 @@ def check_resumable(folder: str, config: ZeroLockConfig) -> None:
 def save_readouts(folder: str, readouts: dict[str, nn.Parameter]) -> None:
     """Writes the readouts' parameters, by name, for resuming; they are not part of the adapter."""
     tensors = {name: p.detach().contiguous().cpu() for name, p in readouts.items()}
-    save_file(
-        {name: p.detach().contiguous().cpu() for name, p in readouts.items()}, os.path.join(folder, READOUTS_NAME)
-    )
+    save_file(tensors, os.path.join(folder, READOUTS_NAME))
 
 
 def load_readouts(folder: str, readouts: dict[str, nn.Parameter]) -> None:
