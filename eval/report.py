@@ -14,12 +14,12 @@ from scipy.stats import t as student
 RESULTS = Path(__file__).with_name("results") / "quality"
 BEGIN, END = "<!-- report:begin -->", "<!-- report:end -->"
 HEADER = """\
-| method | seeds | accuracy | NLL | accuracy minus BP's | NLL minus BP's | train seconds |
+| method | seeds | accuracy | NLL | accuracy minus BP's | NLL minus BP's | CPU seconds |
 | --- | --- | --- | --- | --- | --- | --- |"""
 NOTE = (
     "Mean over the seeds ± half of the 95 % interval (Student's t over the seeds; one seed has no interval). "
-    "Differences are taken within a seed: same rows, batches and initial head. NLL in nats. Seconds are the mean time "
-    "of `train()` on a machine shared with other work: a rough cost, not a throughput measurement."
+    "Differences are taken within a seed: same rows, batches and initial head. NLL in nats. CPU seconds: the process's mean "
+    "CPU time in `train()`, one thread, on a machine shared with other work: a rough cost, no throughput measurement."
 )
 
 
@@ -66,7 +66,9 @@ def quality_tables(results: list[dict]) -> str:
         if done:
             parts += [f"### {done[0]['config']['title']}", "\n".join([HEADER, *_lines(done)])]
             size, tokens = done[0]["test_size"], done[0]["train_tokens"]
-            parts.append(f"{tokens:,} training tokens and {size:,} test rows in every row of the table.")
+            parts.append(
+                f"{tokens:,} training tokens and {size:,} test rows in every row of the table.{_states(done)}"
+            )
         failed = [result for result in rows if result["status"] != "ok"]
         if failed:
             lines = [f"* `{row['method']}`, seed {row['seed']}: {_first_line(row['error'])}" for row in failed]
@@ -86,9 +88,21 @@ def _lines(done: list[dict]) -> list[str]:
         cells += [show([result[metric] for result in seeds.values()]) for metric in ("accuracy", "nll")]
         for metric in ("accuracy", "nll"):
             cells.append(show([seeds[seed][metric] - reference[seed][metric] for seed in shared], sign="+"))
-        cells.append(f"{statistics.fmean(result['train_seconds'] for result in seeds.values()):.0f}")
+        seconds = [result["train_cpu_seconds"] for result in seeds.values() if "train_cpu_seconds" in result]
+        cells.append(f"{statistics.fmean(seconds):.0f}" if seconds else "-")
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _states(done: list[dict]) -> str:
+    """A warning if the ZeroLock rows did not all run the same code."""
+    commits: dict[str, str] = {}
+    for result in done:
+        if result["config"]["method"]["trainer"] == "zerolock":
+            commits.setdefault(result["package_sha256"], result["git_commit"][:7])
+    if len(commits) < 2:
+        return ""
+    return f" The ZeroLock rows ran {len(commits)} states of the package: at or after {', '.join(commits.values())}."
 
 
 def _rank(method: str) -> tuple[bool, bool, str]:

@@ -57,15 +57,16 @@ def run_row(spec: dict, row: Row, data_root: Path) -> dict:
         trainer = _trainer_class(method)(
             model=model, args=arguments, train_dataset=dataset, data_collator=task.collator(method["trainer"])
         )
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         output = trainer.train()
-        train_seconds = time.perf_counter() - start
+        train_seconds, train_cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     start = time.perf_counter()
     scores = task.score(trainer.model)
     return {
         **scores,
         "score_seconds": time.perf_counter() - start,
         "train_seconds": train_seconds,
+        "train_cpu_seconds": train_cpu_seconds,
         "train_steps": output.global_step,
         "train_tokens": sum(dataset["length"]) * spec["training"]["num_train_epochs"],
         "test_size": len(task.labels),
