@@ -18,8 +18,8 @@ HEADER = """\
 | --- | --- | --- | --- | --- | --- | --- |"""
 NOTE = (
     "Mean over the seeds ± half of the 95 % interval (Student's t over the seeds; one seed has no interval). "
-    "Differences are taken within a seed: same rows, batches and initial head. NLL in nats. CPU seconds: the process's mean "
-    "CPU time in `train()`, one thread, on a machine shared with other work: a rough cost, no throughput measurement."
+    "Differences are taken within a seed: same rows, batches and initial head. NLL in nats. CPU seconds: the mean "
+    "CPU time of the process in `train()`, one thread, on a machine shared with other work: a rough cost, no throughput measurement."
 )
 
 
