@@ -19,7 +19,8 @@ HEADER = """\
 NOTE = (
     "Mean over the seeds ± half of the 95 % interval (Student's t over the seeds; one seed has no interval). "
     "Differences are taken within a seed: same rows, batches and initial head. NLL in nats. CPU seconds: the mean "
-    "CPU time of the process in `train()`, one thread, on a machine shared with other work: a rough cost, no throughput measurement."
+    "CPU time of the process in `train()`, one thread, on a machine shared with other work: a rough cost, no "
+    "throughput measurement."
 )
 
 
@@ -66,9 +67,7 @@ def quality_tables(results: list[dict]) -> str:
         if done:
             parts += [f"### {done[0]['config']['title']}", "\n".join([HEADER, *_lines(done)])]
             size, tokens = done[0]["test_size"], done[0]["train_tokens"]
-            parts.append(
-                f"{tokens:,} training tokens and {size:,} test rows in every row of the table.{_states(done)}"
-            )
+            parts.append(f"Each row: {tokens:,} training tokens, {size:,} test rows.{_states(done)}")
         failed = [result for result in rows if result["status"] != "ok"]
         if failed:
             lines = [f"* `{row['method']}`, seed {row['seed']}: {_first_line(row['error'])}" for row in failed]
