@@ -1,6 +1,7 @@
 """ZeroLockConfig: a LoraConfig that also says how the model is cut into chunks and what each chunk learns."""
 
 import json
+import math
 import os
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -88,9 +89,11 @@ class ZeroLockConfig(LoraConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        self.chunk_sizes, self.train_chunks = _as_list(self.chunk_sizes), _as_list(self.train_chunks)
+        self.readout_vocab = _as_list(self.readout_vocab)
         sizes = self.chunk_sizes
         if sizes is not None:
-            if not sizes or any(not _is_int(n) or n < 1 for n in sizes):
+            if not isinstance(sizes, list) or not sizes or any(not _is_int(n) or n < 1 for n in sizes):
                 raise ValueError(
                     f"chunk_sizes={sizes!r}: each chunk needs at least one block. Give a list of positive whole "
                     "numbers that add up to the model's number of blocks, such as [8, 7, 7]."
@@ -104,6 +107,7 @@ class ZeroLockConfig(LoraConfig):
             _check(self, "num_chunks", _is_int(self.num_chunks) and self.num_chunks >= 1, "a whole number >= 1")
         _check(self, "alpha", _is_number(self.alpha) and 0 < self.alpha <= 1, "in (0, 1]; 1 = the task term alone")
         _check(self, "consistency", self.consistency in ("forward", "reverse"), "'forward' or 'reverse'")
+        _check(self, "consistency_first", isinstance(self.consistency_first, bool), "True or False")
         _check(self, "readout", self.readout in READOUTS, f"one of {', '.join(map(repr, READOUTS))}")
         _check(
             self,
@@ -141,8 +145,9 @@ class ZeroLockConfig(LoraConfig):
         vocab = self.readout_vocab
         if vocab is not None and self.readout != "vocab":
             raise ValueError(f"readout_vocab={vocab!r} belongs to readout='vocab', got readout={self.readout!r}.")
-        if isinstance(vocab, list | tuple | set):
+        if isinstance(vocab, list):
             _check(self, "readout_vocab", vocab and all(_is_int(t) and t >= 0 for t in vocab), "token ids >= 0")
+            self.readout_vocab = sorted(set(vocab))
         elif vocab is not None:
             _check(self, "readout_vocab", _is_int(vocab) and vocab >= 1, "token ids, or how many to take (>= 1)")
         if self.readout in ("bottleneck", "vocab"):
@@ -167,7 +172,7 @@ class ZeroLockConfig(LoraConfig):
         if chosen is None:
             return
         allowed = [n for n in range(-count, count + 1) if n != 0]
-        if not chosen or any(not _is_int(n) or n not in allowed for n in chosen):
+        if not isinstance(chosen, list) or not chosen or any(not _is_int(n) or n not in allowed for n in chosen):
             raise ValueError(
                 f"train_chunks={chosen!r}: the model has {count} chunk(s); name at least one of them by its number, "
                 f"1 to {count}, or from the end, -1 to -{count}."
@@ -248,8 +253,14 @@ def _read_chunk_settings(source: str, subfolder: str | None, kwargs: dict[str, A
     if not os.path.isfile(path):
         logger.warning(f"{source!r} has no {CONFIG_NAME}: a plain LoRA adapter; the chunk settings are defaults.")
         return {}
-    with open(path, encoding="utf-8") as file:
-        return json.load(file)
+    try:
+        with open(path, encoding="utf-8") as file:
+            settings = json.load(file)
+    except ValueError as error:
+        raise ValueError(f"{path!r} is damaged ({error}): delete it to go on with default chunk settings.") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path!r} is damaged (not an object): delete it to go on with default chunk settings.")
+    return settings
 
 
 def _check(config: ZeroLockConfig, name: str, valid: Any, allowed: str) -> None:
@@ -257,9 +268,13 @@ def _check(config: ZeroLockConfig, name: str, valid: Any, allowed: str) -> None:
         raise ValueError(f"{name}={getattr(config, name)!r} is not valid: it must be {allowed}.")
 
 
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple | set) else value
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
