@@ -65,8 +65,11 @@ class RecipeParser(HfArgumentParser):
         unknown = [self._unknown(str(key)) for key in values if key not in defaults]
         if unknown:
             self.error(f"{path}: {'; '.join(unknown)}")
+        chosen = {action.dest for action in self._actions if action.choices}
         flags: list[str] = []
         for key, value in values.items():
+            if isinstance(value, bool) and key in chosen:
+                self.error(f'{path}: YAML takes what {key} is set to for {value}; put it in quotes, such as "no".')
             if value is None and defaults[key] is not None:
                 self.error(f"{path}: {key} is null; give a value, or leave it out for the default {defaults[key]!r}.")
             if isinstance(value, list):
