@@ -61,17 +61,17 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_model(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no cache, put back afterwards."""
-    config = getattr(base_model_of(model), "config", None)
-    had_cache = getattr(config, "use_cache", None)
-    if had_cache is not None:
-        config.use_cache = False
+    """Evaluation mode, no cache and no router logits, put back afterwards."""
+    config = base_model_of(model).config
+    flags = {name: getattr(config, name) for name in ("use_cache", "output_router_logits") if hasattr(config, name)}
     try:
+        for name in flags:
+            setattr(config, name, False)
         with evaluation_mode(model):
             yield
     finally:
-        if had_cache is not None:
-            config.use_cache = had_cache
+        for name, value in flags.items():
+            setattr(config, name, value)
 
 
 def leaves_behind(*tensors: Tensor) -> set[int]:

@@ -30,6 +30,11 @@ def base_model_of(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def no_router_logits(model: nn.Module) -> dict[str, bool]:
+    """What to call a mixture of experts with where none of its routers runs: it has no balance loss then."""
+    return {"output_router_logits": False} if hasattr(base_model_of(model).config, "output_router_logits") else {}
+
+
 def find_blocks(model: nn.Module) -> nn.ModuleList:
     """The list of transformer blocks, found by structure: the outermost list of as many modules as the config says.
 
@@ -152,7 +157,7 @@ class Slot(nn.Module):
             hidden = ports.leave(hidden)
         if self.exits:
             ports.read = hidden
-            hidden = hidden[:, -1:] if ports.last_position_only else hidden
+            hidden = hidden[:, -1:].detach() if ports.last_position_only else hidden
         return (hidden, *rest) if self.tuple_length else hidden
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from .blocks import BlockMap, View, base_model_of
+from .blocks import BlockMap, View, base_model_of, no_router_logits
 from .config import ZeroLockConfig
 from .partition import sample_later_blocks
 
@@ -108,7 +108,8 @@ class Tail:
         # The received states replace whatever the embeddings make of these ids; only their shape matters.
         ids = torch.zeros(len(states), 1, dtype=torch.long, device=states.device)
         self.view.ports.received = states.unsqueeze(1)
-        logits = self.view.module(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        module = self.view.module
+        logits = module(input_ids=ids, attention_mask=torch.ones_like(ids), **no_router_logits(module)).logits
         self.view.ports.clear()
         return logits[:, 0]
 
@@ -124,7 +125,8 @@ def readout_blocks(blocks: BlockMap, config: ZeroLockConfig, chunk: range) -> di
     copies = {index: blocks.readout_block(index) for index in chosen}
     if config.readout_dim is not None and config.readout_dim != config.r:
         rank = config.readout_dim
-        own = dataclasses.replace(config, r=rank, lora_alpha=config.lora_alpha * rank / config.r)
+        alpha = config.lora_alpha * rank / config.r
+        own = dataclasses.replace(config, r=rank, lora_alpha=alpha, init_lora_weights=True)
         for copied in copies.values():
             for layer in copied.modules():
                 if isinstance(layer, LoraLayer):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .admission import Anatomy, admit, dry_batch, evaluation_mode, output_of, quiet_model
-from .blocks import BlockMap, View, base_model_of, find_blocks
+from .blocks import BlockMap, View, base_model_of, find_blocks, no_router_logits
 from .config import CLASSIFICATION_TASKS, ZeroLockConfig
 from .objective import Terms, TokenObjective, mix, output_consistency, supervised_tokens
 from .partition import chunks_of_sizes, split_evenly
@@ -95,10 +95,10 @@ class Stage:
         finally:
             ports.clear()
 
-    def _forward(self, entry: Entry) -> Any:
+    def _forward(self, entry: Entry, **settings: bool) -> Any:
         ports = self.view.ports
         ports.last_position_only = self.tail is not None
-        return self.view.module(**_without_labels(entry.inputs))
+        return self.view.module(**_without_labels(entry.inputs) | settings)
 
     def _previous(self, entry: Entry) -> Any:
         """The readout of what the chunk received, without gradient: p_{k-1}."""
@@ -108,7 +108,7 @@ class Stage:
         ports.received, ports.send, ports.skip_chunk = ports.entered.detach(), None, True
         try:
             with torch.no_grad(), evaluation_mode(self.view.module):
-                return self._forward(entry), ports.read
+                return self._forward(entry, **no_router_logits(self.view.module)), ports.read
         finally:
             ports.skip_chunk = False
             ports.entered, ports.left, ports.read = main

@@ -49,7 +49,7 @@ class SavedActivations:
 
 class _Packed:
     def __init__(self, counter, tensor):
-        self.tensor, self.counter = tensor, counter
+        self.tensor, self.counter = tensor.detach(), counter  # an output that is its own graph would never be freed
         own = tensor.untyped_storage().data_ptr() not in counter.known
         self.size = tensor.numel() * tensor.element_size() if own else 0
         counter.held += self.size
