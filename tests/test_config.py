@@ -102,6 +102,11 @@ REFUSED = [
     ({"readout_warmup_ratio": -0.1, "readout": "blocks"}, "readout_warmup_ratio=-0.1", "in [0, 1)"),
     ({"readout_warmup_ratio": 0.1, "readout": "lm_head"}, "readout_warmup_ratio=0.1", "nothing to warm up"),
     ({"readout_warmup_ratio": 0.1}, "readout_warmup_ratio=0.1", "or a ratio of 0"),
+    (
+        {"init_lora_weights": "pissa_niter_4", "readout": "blocks", "readout_dim": 2},
+        "readout_dim=2",
+        "leave readout_dim out",
+    ),
     ({"logits_slice": 0}, "logits_slice=0", ">= 1"),
     ({"logits_slice": 2.5}, "logits_slice=2.5", "whole number"),
     ({"logits_slice": None, "readout": "vocab"}, "logits_slice=None", "give a number"),
