@@ -4,15 +4,11 @@ import datetime
 import re
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
-from tiny_text import CHATML, tiny_llama, tokenizer_with
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-
 import quickstart
 from orders import HELD_OUT_FAMILIES, NUMBERS, TRAIN_FAMILIES, conversation, exact_matches, make_orders
+from tiny_text import CHATML, tiny_llama, tokenizer_with
 
 
 def test_orders_are_seeded_and_different():

@@ -1,21 +1,17 @@
 """The instruction recipe from its command line, on a tiny random Llama."""
 
 import json
-import sys
 from pathlib import Path
 
+import instruct
 import pytest
 import torch
+from models import resolve_model
 from peft import PeftModel
+from prompting import PromptEncoder, to_messages
 from safetensors.torch import load_file
 from tiny_text import CHATML, tiny_llama, tokenizer_with
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-
-import instruct
-from models import resolve_model
-from prompting import PromptEncoder, to_messages
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 ROWS = [{"instruction": f"say {letter}", "input": "", "output": letter * 3} for letter in "abcdefgh"]

@@ -1,17 +1,11 @@
 """Exact ids and labels of three chat templates and the plain format; packing; greedy answers."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from tiny_text import CHATML, FORGETFUL, GEMMA, LLAMA2, tiny_llama, tokenizer_with
-from transformers import AutoModelForCausalLM, GPT2Config
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-
 from packing import PaddingCollator, check_packing, pack
 from prompting import IGNORE, PromptEncoder, generate_answers, to_messages
+from tiny_text import CHATML, FORGETFUL, GEMMA, LLAMA2, tiny_llama, tokenizer_with
+from transformers import AutoModelForCausalLM, GPT2Config
 
 SINGLE = [("user", "hi"), ("assistant", "yo")]
 MULTI = [("system", "S"), ("user", "hi"), ("assistant", "yo"), ("user", "and"), ("assistant", "no")]
