@@ -40,7 +40,7 @@ def check_hub_target(args: TrainingArguments) -> str | None:
     """
     if not args.push_to_hub:
         return None
-    name = args.hub_model_id or Path(args.output_dir).absolute().name
+    name = args.hub_model_id or Path(str(args.output_dir)).absolute().name
     try:
         validate_repo_id(name)
     except HFValidationError as error:
