@@ -6,6 +6,7 @@ Each row keeps its ``origin`` (``file:line``), so that later steps can name it t
 """
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -203,7 +204,7 @@ def _hub_rows(name: str, split: str, config: str | None) -> Iterable[Located]:
     try:
         rows = load_dataset(name, config, split=split)
     except (OSError, ValueError) as error:
-        kind = SplitNotFound if "split" in str(error).lower() else DataError
+        kind = SplitNotFound if re.search("unknown split|bad split", str(error), re.IGNORECASE) else DataError
         raise kind(
             f"cannot load split {split!r} of {name!r} (configuration {config!r}) from the Hub: {error}\n"
             "Correct the name, go online, or pass a local folder or files."

@@ -34,7 +34,7 @@ from datasets import Dataset
 from method import MethodArguments, make_config, make_trainer
 from metrics import compute_metrics_for
 from models import new_modules, resolve_model
-from report import RunMonitor, finish, push, save_adapter
+from report import RunMonitor, finish, push, save_adapter, show_log
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         SystemExit: an unknown option, damaged data, or a failed push; the message says what to do.
     """
     options, method, args = RecipeParser(ARGUMENTS, "glue.py").parse(sys.argv[1:] if argv is None else argv)
-    logging.basicConfig(level=logging.INFO if args.should_log else logging.ERROR, format="%(name)s: %(message)s")
+    show_log(args, "glue")
     set_seed(args.seed)
     try:
         data, reports = read_data(options)

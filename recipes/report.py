@@ -1,6 +1,7 @@
 """The end of every run: a summary (table and ``summary.json``), a plot of the losses, and the push to the Hub."""
 
 import json
+import logging
 import math
 import platform
 import re
@@ -24,6 +25,13 @@ SUMMARY_NAME = "summary.json"
 PLOT_NAME = "losses.png"
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets")
 NOT_METRICS = ("runtime", "per_second", "epoch", "num_input_tokens_seen", "preparation_time")
+
+
+def show_log(args: TrainingArguments, script: str) -> None:
+    """Show the recipes' own notes in the terminal, of the main process only, and of other libraries the warnings."""
+    logging.basicConfig(format="%(name)s: %(message)s")
+    for name in (script, "data", "method"):
+        logging.getLogger(name).setLevel(logging.INFO if args.should_log else logging.ERROR)
 
 
 class RunMonitor(TrainerCallback):

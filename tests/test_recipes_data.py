@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from data import DataError, RowReport, SplitNotFound, drop_long_rows, load_rows
-from datasets import Dataset
+from datasets import Dataset, load_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -225,6 +225,22 @@ def test_missing_sources(tmp_path, monkeypatch, source, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=message):
         load_rows(source)
+
+
+def test_rows_and_splits_of_a_hub_data_set(tmp_path, monkeypatch):
+    files = {"train": str(written(tmp_path / "train.jsonl", GOOD, b'{"sentence": null, "label": 0}'))}
+
+    def from_hub(name, config, split):
+        assert (name, config) == ("someone/set", "sst2")
+        return load_dataset("json", data_files=files, split=split, cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr("data.load_dataset", from_hub)
+    with pytest.raises(DataError, match="someone/set/sst2/train:row 2: column 'sentence' is null, not a string"):
+        load_rows("someone/set", config="sst2", columns=COLUMNS)
+    rows = load_rows("someone/set", config="sst2", columns=COLUMNS, skip_bad_rows=True)
+    assert rows.to_list() == [{"sentence": "good", "label": 1, "origin": "someone/set/sst2/train:row 1"}]
+    with pytest.raises(SplitNotFound, match="cannot load split 'validation' of 'someone/set'"):
+        load_rows("someone/set", "validation", config="sst2")
 
 
 def test_an_unknown_ending_is_refused(tmp_path):

@@ -129,8 +129,8 @@ def test_a_length_that_the_model_cannot_take_is_refused(bert, data, tmp_path):
 
 @pytest.mark.parametrize("task", glue.TASKS)
 def test_every_task_runs(bert, data, tmp_path, task):
-    flags = ["--task", task, "--max_train_samples", "8", "--max_eval_samples", "6", "--max_steps", "2"]
-    summary = run(bert, data, tmp_path / "out", *flags, "--per_device_train_batch_size", "4")
+    flags = ["--task", task, "--max_train_samples", "8", "--max_eval_samples", "6", "--max_steps", "1"]
+    summary = run(bert, data, tmp_path / "out", *flags, "--no_eval_before")
     assert set(summary["metrics_after"]) == {"eval_loss", *(f"eval_{name}" for name in METRICS[task])}
     assert [counts["kept"] for counts in summary["rows"].values()] == [8, 6]
     head = load_file(tmp_path / "out" / "adapter_model.safetensors")["base_model.model.classifier.weight"]
@@ -165,6 +165,14 @@ def test_the_evaluation_before_changes_nothing(bert, data, tmp_path):
         run(bert, data, tmp_path / name, *flags, flag)
     with_it, without = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("with", "without"))
     assert all(torch.equal(with_it[name], without[name]) for name in with_it)
+
+
+def test_a_run_is_resumed_from_its_last_checkpoint(bert, data, tmp_path):
+    flags = ["--task", "sst2", "--no_eval_before", "--per_device_train_batch_size", "4"]
+    first = run(bert, data, tmp_path / "out", *flags, "--max_steps", "2", "--save_strategy", "steps")
+    resumed = run(bert, data, tmp_path / "out", *flags, "--max_steps", "3", "--resume_from_checkpoint", "last")
+    assert (first["steps"], resumed["steps"]) == (2, 3)
+    assert 0 < resumed["train_tokens"] < first["train_tokens"]
 
 
 def test_a_new_pooler_is_trained_and_saved(data, tmp_path):
