@@ -103,9 +103,11 @@ class PromptEncoder:
             raise ValueError("prompt_format is 'plain', but the tokenizer has no eos_token to end an answer. Set one.")
         self.tokenizer = tokenizer
         self.chat = bool(tokenizer.chat_template) and prompt_format != "plain"
+        added = tokenizer.added_tokens_decoder.items()
+        self._special_ids = {*tokenizer.all_special_ids, *(index for index, token in added if token.special)}
         probe = self.encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
         last = [label for label in probe["labels"] if label != IGNORE][-1]
-        stops = {tokenizer.eos_token_id, last if last in tokenizer.all_special_ids else None}
+        stops = {tokenizer.eos_token_id, last if last in self._special_ids else None}
         self.stop_ids = sorted(stops - {None})
         self.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.stop_ids[0]
 
@@ -162,7 +164,7 @@ class PromptEncoder:
     def _end_of_turn(self, input_ids: list[int], start: int, end: int) -> int:
         """`end` without the white space that a template writes after the end-of-turn token."""
         stop = end
-        while stop > start and input_ids[stop - 1] not in self.tokenizer.all_special_ids:
+        while stop > start and input_ids[stop - 1] not in self._special_ids:
             if self.tokenizer.decode([input_ids[stop - 1]]).strip():
                 return end
             stop -= 1

@@ -5,6 +5,7 @@ import torch
 from packing import PaddingCollator, check_packing, pack
 from prompting import IGNORE, PromptEncoder, generate_answers, to_messages
 from tiny_text import CHATML, FORGETFUL, GEMMA, LLAMA2, tiny_llama, tokenizer_with
+from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, GPT2Config
 
 SINGLE = [("user", "hi"), ("assistant", "yo")]
@@ -90,6 +91,17 @@ def test_exact_labels_and_prompt(template, turns, parts, stop):
     if template is not FORGETFUL:  # its prompt is another rendering than its training text, by design
         before_last_answer = "".join(parts[: len(parts) - (3 if parts[-1] == "\n" else 2) + 1])
         assert encoder.prompt(messages) == expected(tokenizer, before_last_answer)["input_ids"]
+
+
+def test_an_end_of_turn_token_that_has_no_name_in_the_tokenizer():
+    """Phi-3's <|end|> is such a token: special, but neither eos_token nor one of extra_special_tokens."""
+    tokenizer = tokenizer_with(CHATML.replace("<|im_end|>", "<|end|>"))
+    tokenizer.add_tokens([AddedToken("<|end|>", special=True)])
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    assert end not in tokenizer.all_special_ids
+    encoder = PromptEncoder(tokenizer)
+    labels = encoder.encode(conversation(SINGLE))["labels"]
+    assert labels[-2:] == [end, IGNORE] and end in encoder.stop_ids
 
 
 def test_formats_that_cannot_work_are_refused():
