@@ -2,6 +2,7 @@
 
 from .blocks import UnsupportedModelError
 from .config import ZeroLockConfig
+from .loading import load_adapter
 from .trainer import ZeroLockMixin, ZeroLockTrainer, ZeroLockTrainingArguments
 
 __version__ = "0.1.0"
@@ -13,4 +14,5 @@ __all__ = [
     "ZeroLockTrainer",
     "ZeroLockTrainingArguments",
     "__version__",
+    "load_adapter",
 ]

@@ -25,7 +25,7 @@ class UnsupportedModelError(ValueError):
         )
 
 
-def base_model_of(model: nn.Module) -> nn.Module:
+def base_model_of(model: Any) -> Any:
     """The transformers model inside a PeftModel, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 

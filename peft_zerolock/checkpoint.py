@@ -113,7 +113,7 @@ def newest_complete(output_dir: str) -> str:
             match = _CHECKPOINT.fullmatch(name)
             if match and os.path.isdir(os.path.join(output_dir, name)):
                 found[int(match[1])] = os.path.join(output_dir, name)
-    faults = []
+    faults: list[str] = []
     for step in sorted(found, reverse=True):
         fault = fault_of(found[step])
         if fault is None:

@@ -10,6 +10,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from .config import CLASSIFICATION_TASKS, ZeroLockConfig
+from .readout import take_any_dtype
 from .stage import dissect
 
 _REFUSED_OPTIMIZERS = ("lomo", "adalomo")
@@ -80,7 +81,22 @@ def check_model(model: nn.Module) -> None:
                 "The model's config has no pad_token_id, so a batch's last token cannot be found. Set "
                 "model.config.pad_token_id = tokenizer.pad_token_id (and tokenizer.pad_token, where it is None)."
             )
+    _check_tied_ends(model.get_base_model())
     dissect(model, config)
+
+
+def _check_tied_ends(base: nn.Module) -> None:
+    """LoRA on one end of tied embeddings: merging it would change the other end too (transformers#45127)."""
+    ends = [getattr(base, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
+    weights = [
+        end.get_base_layer().weight if isinstance(end, LoraLayer) else getattr(end, "weight", 0) for end in ends
+    ]
+    if weights[0] is weights[1] and any(isinstance(end, LoraLayer) for end in ends):
+        raise ValueError(
+            "target_modules include the embeddings or the head, whose weights are tied in this model: merging the "
+            "adapter would change both ends. Leave them out, put 'lm_head' into modules_to_save, or untie the model "
+            "first (load it with tie_word_embeddings=False and copy the embedding's weight to the head)."
+        )
 
 
 def check_arguments(args: Any) -> None:
@@ -132,15 +148,4 @@ def prepare_trainable(model: nn.Module) -> None:
     for wrapper in model.modules():
         if isinstance(wrapper, ModulesToSaveWrapper):
             for module in wrapper.modules_to_save.values():
-                if not getattr(module, "_zerolock_casts_input", False):
-                    module.register_forward_pre_hook(_cast_input)
-                    module._zerolock_casts_input = True
-
-
-def _cast_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    if torch.is_autocast_enabled():
-        return args
-    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
-    if weight is None:
-        return args
-    return tuple(a.to(weight.dtype) if torch.is_tensor(a) and a.is_floating_point() else a for a in args)
+                take_any_dtype(module)

@@ -6,6 +6,7 @@ splitting a window into micro-batches changes nothing. Terms are computed in flo
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -110,7 +111,7 @@ class _Sliced(torch.autograd.Function):
     def forward(ctx, hidden, terms_of, slice_size, grad_scale, *parameters):
         inputs = [hidden, *parameters]
         needed = [i for i, needs in enumerate((ctx.needs_input_grad[0], *ctx.needs_input_grad[4:])) if needs]
-        gradients: list[Tensor | None] = [None] * len(inputs)
+        gradients: list[Any] = [None] * len(inputs)
         if 0 in needed:
             gradients[0] = torch.zeros_like(hidden)
         totals = [torch.zeros((), dtype=torch.float32, device=hidden.device) for _ in range(3)]

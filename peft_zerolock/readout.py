@@ -1,6 +1,7 @@
 """The readouts: what turns the hidden state after a chunk into logits (paper, "Readout", "Readout adapter")."""
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +68,21 @@ class RestrictedHead(nn.Module):
         return F.linear(hidden, self.weight[self.rows].to(hidden.dtype), bias)
 
 
-def _base_layer(module: nn.Module) -> nn.Module:
+def take_any_dtype(module: Any) -> None:
+    """Lets a float32 module stand behind half-precision hidden states: its inputs are cast to its weights' type."""
+    if not getattr(module, "_zerolock_casts_input", False):
+        module.register_forward_pre_hook(_cast_input)
+        module._zerolock_casts_input = True
+
+
+def _cast_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
+    if weight is None or torch.is_autocast_enabled(weight.device.type):
+        return args
+    return tuple(a.to(weight.dtype) if torch.is_tensor(a) and a.is_floating_point() else a for a in args)
+
+
+def _base_layer(module: Any) -> Any:
     module = getattr(module, "original_module", module)
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 

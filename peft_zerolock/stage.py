@@ -13,7 +13,7 @@ from .blocks import BlockMap, View, base_model_of, find_blocks, no_router_logits
 from .config import CLASSIFICATION_TASKS, ZeroLockConfig
 from .objective import Terms, TokenObjective, mix, output_consistency, supervised_tokens
 from .partition import chunks_of_sizes, split_evenly
-from .readout import DEFAULT_DIM, ResidualAdapter, Tail, make_tail, readout_blocks
+from .readout import DEFAULT_DIM, ResidualAdapter, Tail, make_tail, readout_blocks, take_any_dtype
 
 LossFunction = Callable[[nn.Module, dict[str, Any]], tuple[Tensor, Any]]
 
@@ -269,11 +269,14 @@ def _build(
     classifies = config.task_type in CLASSIFICATION_TASKS
     fresh = [p for p in anatomy.tail_parameters if classifies or p.requires_grad]
     view = blocks.view(chunk, copies, adapter, fresh)
-    fresh_ids = {id(p) for p in blocks.model.parameters()}
-    in_blocks = {id(p) for copied in (copies or {}).values() for p in copied.parameters()}
-    in_blocks |= {id(p) for p in adapter.parameters()} if adapter is not None else set()
-    for parameter in view.module.parameters():
-        if id(parameter) not in fresh_ids | in_blocks:
-            parameter.requires_grad_(classifies)
-            parameter.data = parameter.data.float() if classifies else parameter.data
+    known = {id(p) for p in blocks.model.parameters()}
+    known |= {id(p) for copied in (copies or {}).values() for p in copied.parameters()}
+    known |= {id(p) for p in adapter.parameters()} if adapter is not None else set()
+    for module in view.module.modules():
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in known:
+                parameter.requires_grad_(classifies)
+                if classifies:
+                    parameter.data = parameter.data.float()
+                    take_any_dtype(module)
     return Stage(k, chunk, is_last, config, view, None, adapters)

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel, get_peft_model
@@ -22,6 +22,11 @@ from .stage import Entry, Stage, build_stages
 
 logger = logging.get_logger(__name__)
 
+if TYPE_CHECKING:
+    _Trainer = Trainer  # what the mixin is mixed into
+else:
+    _Trainer = object
+
 
 @dataclass
 class ZeroLockTrainingArguments(TrainingArguments):
@@ -39,7 +44,7 @@ class ZeroLockTrainingArguments(TrainingArguments):
             raise ValueError(f"runtime={self.runtime!r} is not known: it must be 'sequential'.")
 
 
-class ZeroLockMixin:
+class ZeroLockMixin(_Trainer):
     """Makes a Trainer, or a trainer derived from it, train a PEFT model chunk by chunk.
 
     `class MyTrainer(ZeroLockMixin, SFTTrainer)` is all it takes. Evaluation, prediction, logging, callbacks and saving
@@ -54,6 +59,11 @@ class ZeroLockMixin:
         ValueError: before any work, if the model, the settings or the environment cannot be used; the message says
             what was given, what is allowed and what to do.
     """
+
+    model: Any
+    optimizer: Any
+    train_dataset: Any
+    args: Any
 
     def __init__(self, model: Any = None, args: Any = None, *positional, peft_config=None, **kwargs):
         if args is not None:
