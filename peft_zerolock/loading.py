@@ -59,7 +59,7 @@ def _blocks_with_weights(base: nn.Module, folder: str, subfolder: str | None, kw
         raise ValueError(f"{folder!r} has no {SAFETENSORS_WEIGHTS_NAME}: give the folder in which the adapter is.")
     pattern = _block_path(base)
     with safe_open(path, framework="pt") as file:
-        return {int(match[1]) for key in file.keys() if (match := pattern.search(key))}  # noqa: SIM118
+        return {int(match[1]) for key in file.keys() if (match := pattern.search(key))}
 
 
 def _check_depth(base: nn.Module, config: ZeroLockConfig, folder: str, found: set[int]) -> None:
