@@ -112,8 +112,9 @@ def plot_losses(log_history: list[dict[str, Any]], path: Path) -> bool:
     axes = figure.add_subplot()
     for name in sorted(curves, key=lambda name: (not name.startswith("train"), name)):
         steps, losses = zip(*curves[name], strict=True)
-        style = "--" if name.startswith("eval") else "-"
-        axes.plot(steps, losses, style, marker="." if len(steps) < 30 else None, label=name)
+        style = {"linestyle": "--" if name.startswith("eval") else "-", "marker": "." if len(steps) < 30 else None}
+        wide = {"linewidth": 5, "alpha": 0.3} if name == "train" else {}  # the last chunk's curve lies on it
+        axes.plot(steps, losses, **style, **wide, label=name)
     axes.set(xlabel="step", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -159,7 +160,8 @@ def finish(
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(_finite(summary), indent=2, allow_nan=False)
         (folder / SUMMARY_NAME).write_text(text + "\n", encoding="utf-8")
-        plotted = plot_losses(trainer.state.log_history, folder / PLOT_NAME)
+        history = [{**(before or {}), "step": 0}, *trainer.state.log_history]
+        plotted = plot_losses(history, folder / PLOT_NAME)
         print_summary(summary, folder, plotted)
     return summary
 
