@@ -168,6 +168,13 @@ class ZeroLockConfig(LoraConfig):
                 raise ValueError(
                     f"readout={self.readout!r} needs the sliced loss, got logits_slice=None: give a number of tokens."
                 )
+        plain_start = self.init_lora_weights in (True, False, "gaussian")
+        if self.resolved_readout == "blocks" and self.readout_dim not in (None, self.r) and not plain_start:
+            raise ValueError(
+                f"readout_dim={self.readout_dim} with init_lora_weights={self.init_lora_weights!r}: this start moves "
+                "a part of rank r of the base weights into the adapters, so the readout's need that rank too. Use "
+                f"readout_dim={self.r} or None."
+            )
         if self.readout_warmup_ratio > 0 and self.resolved_readout == "lm_head":
             if self.task_type not in CLASSIFICATION_TASKS:
                 raise ValueError(

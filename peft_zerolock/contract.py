@@ -9,7 +9,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from .config import CLASSIFICATION_TASKS, ZeroLockConfig
+from .blocks import find_blocks
+from .config import ZeroLockConfig
 from .readout import take_any_dtype
 from .stage import dissect
 
@@ -32,6 +33,7 @@ def check_wrapping(model: nn.Module, config: Any) -> None:
             "peft_config was given together with a model that already has adapters: they would nest. Pass the base "
             "model, or leave peft_config out."
         )
+    _check_pad_token(model, config)
     dissect(model, config)
 
 
@@ -75,14 +77,19 @@ def check_model(model: nn.Module) -> None:
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("The model has no trainable parameter: load the adapter with is_trainable=True.")
-    if config.task_type in CLASSIFICATION_TASKS and model.config.get_text_config().pad_token_id is None:
-        if getattr(model.get_base_model(), "score", None) is not None:
-            raise ValueError(
-                "The model's config has no pad_token_id, so a batch's last token cannot be found. Set "
-                "model.config.pad_token_id = tokenizer.pad_token_id (and tokenizer.pad_token, where it is None)."
-            )
+    _check_pad_token(model.get_base_model(), config)
     _check_tied_ends(model.get_base_model())
     dissect(model, config)
+
+
+def _check_pad_token(base: Any, config: ZeroLockConfig) -> None:
+    """Decoders classify a sequence by its last token, which they find by the padding (transformers#34055)."""
+    find_blocks(base)
+    if config.task_type == "SEQ_CLS" and hasattr(base, "score") and base.config.get_text_config().pad_token_id is None:
+        raise ValueError(
+            "The model's config has no pad_token_id, so a batch's last token cannot be found. Set "
+            "model.config.pad_token_id = tokenizer.pad_token_id (and tokenizer.pad_token, where it is None)."
+        )
 
 
 def _check_tied_ends(base: nn.Module) -> None:

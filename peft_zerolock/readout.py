@@ -141,7 +141,8 @@ def readout_blocks(blocks: BlockMap, config: ZeroLockConfig, chunk: range) -> di
     if config.readout_dim is not None and config.readout_dim != config.r:
         rank = config.readout_dim
         alpha = config.lora_alpha * rank / config.r
-        own = dataclasses.replace(config, r=rank, lora_alpha=alpha, init_lora_weights=True)
+        own: Any = dataclasses.replace(config, r=rank, init_lora_weights=True)
+        own.lora_alpha = alpha
         for copied in copies.values():
             for layer in copied.modules():
                 if isinstance(layer, LoraLayer):

@@ -1,10 +1,12 @@
 """ZeroLockTrainer: transformers.Trainer whose training step is that of the stages."""
 
+import functools
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import DynamoBackend, convert_outputs_to_fp32
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import Trainer, TrainerState, TrainingArguments
@@ -14,6 +16,7 @@ from transformers.utils import logging
 
 from . import checkpoint, contract
 from .admission import evaluation_mode
+from .blocks import Slot
 from .config import ZeroLockConfig
 from .early_exit import EarlyExit
 from .readout import DEFAULT_VOCAB
@@ -73,7 +76,12 @@ class ZeroLockMixin(_Trainer):
                 model = _wrap(model, peft_config)
             elif kwargs.get("model_init") is not None:
                 make_base = kwargs["model_init"]
-                kwargs["model_init"] = lambda *trial: _wrap(make_base(*trial), peft_config)
+
+                @functools.wraps(make_base)
+                def make_model(*trial):
+                    return _wrap(make_base(*trial), peft_config)
+
+                kwargs["model_init"] = make_model
             else:
                 kwargs["peft_config"] = peft_config
         super().__init__(model, args, *positional, **kwargs)
@@ -124,9 +132,23 @@ class ZeroLockMixin(_Trainer):
         return not own_loss
 
     def _prepare_view(self, module: nn.Module) -> nn.Module:
-        prepared = self.accelerator.prepare_model(module, device_placement=False, evaluation_mode=True)
-        self.accelerator._models.remove(prepared)
-        return prepared
+        """Mixed precision as accelerate puts it around a model, and compilation, block by block."""
+        accelerator = self.accelerator
+        if accelerator.native_amp:
+            forward = module.forward
+
+            @functools.wraps(forward)
+            def autocast_forward(*args, **kwargs):
+                with accelerator.autocast():
+                    return forward(*args, **kwargs)
+
+            module.forward = convert_outputs_to_fp32(autocast_forward)
+        dynamo = accelerator.state.dynamo_plugin
+        if dynamo.backend != DynamoBackend.NO:
+            for slot in module.modules():
+                if isinstance(slot, Slot) and slot.block is not None:
+                    slot.block.compile(**dynamo.to_kwargs())
+        return module
 
     @property
     def _readouts(self) -> dict[str, nn.Parameter]:
@@ -170,17 +192,17 @@ class ZeroLockMixin(_Trainer):
                 learning[stage.name] = nn.ParameterDict(
                     {name.replace(".", "/"): parameter for name, parameter in stage.readout.items()}
                 )
-        super().create_optimizer(learning)
+        optimizer = super().create_optimizer(learning)
         groups = []
-        for group in self.optimizer.param_groups:
+        for group in optimizer.param_groups:
             split: dict[tuple[str, bool], list[nn.Parameter]] = {}
             for parameter in group["params"]:
                 split.setdefault(owner[id(parameter)], []).append(parameter)
             for (chunk, is_readout), parameters in sorted(split.items()):
                 rate = self.zerolock_config.readout_learning_rate if is_readout else None
                 groups.append({**group, "params": parameters, "chunk": chunk, "lr": rate or group["lr"]})
-        self.optimizer.param_groups[:] = groups
-        return self.optimizer
+        optimizer.param_groups[:] = groups
+        return optimizer
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch=None) -> Tensor:
         """One micro-batch through all the stages: each runs forward, hands on and runs its own backward at once.

@@ -1,0 +1,357 @@
+"""The Trainer contract (DESIGN.md): every line works or is refused with the remedy."""
+
+import math
+
+import pytest
+import torch
+import transformers as hf
+from training import arguments, largest_difference, make_trainer, weights
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from zoo import class_rows, collate, lora_arguments, make_model, token_rows
+
+from peft_zerolock import ZeroLockConfig, ZeroLockMixin, ZeroLockTrainer, ZeroLockTrainingArguments
+
+
+def test_logs_each_chunk_and_the_last_chunk_s_loss_as_the_loss(tmp_path):
+    trainer = make_trainer(
+        tmp_path, chunks={"num_chunks": 3, "alpha": 0.5}, logging_steps=2, gradient_accumulation_steps=2
+    )
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["loss"] == pytest.approx(row["loss/chunk_3"], abs=1e-5)
+        assert {k for k in row if "/" in k} == {f"{t}/chunk_{k}" for t in ("loss", "consistency") for k in (1, 2, 3)}
+        assert 3.5 < row["loss/chunk_1"] < 5.0
+        assert all(math.isfinite(row[k]) and row[k] >= 0 for k in row if "/" in k)
+
+
+def test_without_consistency_in_the_first_chunk(tmp_path):
+    trainer = make_trainer(tmp_path, chunks={"num_chunks": 3, "alpha": 0.5, "consistency_first": False})
+    trainer.train()
+    row = trainer.state.log_history[0]
+    assert "consistency/chunk_1" not in row and "consistency/chunk_2" in row
+
+
+@pytest.mark.parametrize("readout", ["lm_head", "adapter", "bottleneck", "vocab", "blocks"])
+def test_evaluation_per_chunk(tmp_path, readout):
+    def metrics(prediction):
+        return {"width": prediction.predictions.shape[-1]}
+
+    trainer = make_trainer(
+        tmp_path,
+        chunks={"num_chunks": 3, "readout": readout},
+        trainer={"eval_dataset": token_rows(5, (7,), seed=3), "compute_metrics": metrics},
+    )
+    trainer.train()
+    plain, deep = trainer.evaluate(), trainer.evaluate(per_chunk=True)
+    assert plain["eval_loss"] == deep["eval_loss"]
+    assert {"eval_chunk_1_loss", "eval_chunk_2_loss"} <= deep.keys()
+    assert deep["eval_chunk_1_width"] == 64
+    assert 3.0 < deep["eval_chunk_1_loss"] < 6.0
+    assert not any(stage.view.ports.left is not None for stage in trainer.stages)
+
+
+def test_per_chunk_evaluation_reads_what_the_chunk_would_say(tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        "bert",
+        "SEQ_CLS",
+        chunks={"num_chunks": 2, "readout": "lm_head"},
+        max_steps=30,
+        trainer={"eval_dataset": class_rows(24)},
+    )
+    trainer.train()
+    metrics = trainer.evaluate(per_chunk=True)
+    last_logged = [row for row in trainer.state.log_history if "loss/chunk_1" in row][-1]
+    assert metrics["eval_chunk_1_loss"] < 1.05 * math.log(3)
+    assert math.isfinite(last_logged["loss/chunk_1"])
+
+
+def test_predict_and_callbacks_and_early_stopping(tmp_path):
+    seen = []
+
+    class Recorder(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(("step", state.global_step))
+
+        def on_substep_end(self, args, state, control, **kwargs):
+            seen.append(("substep", state.global_step))
+
+    trainer = make_trainer(
+        tmp_path,
+        chunks={"num_chunks": 2},
+        max_steps=50,
+        gradient_accumulation_steps=2,
+        learning_rate=0.0,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        trainer={
+            "eval_dataset": token_rows(4, seed=2),
+            "callbacks": [Recorder(), EarlyStoppingCallback(early_stopping_patience=2)],
+        },
+    )
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert seen[:2] == [("substep", 0), ("step", 1)]
+    prediction = trainer.predict(token_rows(4, (6,), seed=2))
+    assert prediction.predictions.shape == (4, 6, 64)
+    assert "test_loss" in prediction.metrics
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor", "sgd", "rmsprop", "adagrad"])
+def test_optimizers_have_groups_of_their_own_for_each_chunk(tmp_path, optim):
+    trainer = make_trainer(
+        tmp_path, optim=optim, chunks={"num_chunks": 2, "readout": "adapter", "readout_learning_rate": 0.5}
+    )
+    before = weights(trainer)
+    trainer.train()
+    groups = trainer.optimizer.param_groups
+    assert {group["chunk"] for group in groups} == {"chunk_1", "chunk_2"}
+    readout = {id(p) for p in trainer._readouts.values()}
+    for group in groups:
+        own = {id(p) in readout for p in group["params"]}
+        assert len(own) == 1
+        assert group["initial_lr"] == (0.5 if own == {True} else 1e-2)
+    learned = [p for group in groups for p in group["params"]]
+    assert len(learned) == len({id(p) for p in learned}) == len(before) + len(readout)
+    after = weights(trainer)
+    assert all(not torch.equal(before[n], after[n]) for n in before if "lora_B" in n)
+
+
+def test_stepping_all_chunks_equals_stepping_them_one_by_one(tmp_path):
+    together = make_trainer(tmp_path, chunks={"num_chunks": 3}, max_grad_norm=0.01)
+    together.train()
+    alone = {}
+    for k in (1, 2, 3):
+        # A chunk's input depends on the lower chunks' updates, so those learn along; the upper ones never matter.
+        trainer = make_trainer(
+            tmp_path, chunks={"num_chunks": 3, "train_chunks": list(range(1, k + 1))}, max_grad_norm=0.01
+        )
+        trainer.train()
+        alone |= {n: p for n, p in weights(trainer).items() if f".layers.{k - 1}." in n}
+    assert largest_difference(weights(together), alone) == 0.0
+
+
+def test_readout_warmup_trains_only_the_readouts_at_first(tmp_path):
+    trainer = make_trainer(
+        tmp_path, "bert", "SEQ_CLS", chunks={"num_chunks": 2, "readout_warmup_ratio": 0.5}, max_steps=4
+    )
+    history = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            lora = [p for n, p in trainer.stages[0].adapters.items() if "lora_B" in n]
+            readout = [p for n, p in trainer.stages[0].readout.items() if "lora_B" in n]
+            history.append((any(p.abs().sum() > 0 for p in lora), all(p.abs().sum() > 0 for p in readout)))
+
+    trainer.add_callback(Watch())
+    trainer.train()
+    assert history == [(False, True), (False, True), (True, True), (True, True)]
+
+
+def test_a_loss_of_one_s_own_is_used_for_every_chunk(tmp_path):
+    calls = []
+
+    def half(outputs, labels, num_items_in_batch=None):
+        calls.append(outputs.logits.shape[-1])
+        logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return 0.5 * torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+    trainer = make_trainer(tmp_path, chunks={"num_chunks": 2}, trainer={"compute_loss_func": half}, max_steps=1)
+    trainer.train()
+    assert calls == [64, 64]
+    plain = make_trainer(tmp_path, chunks={"num_chunks": 2, "logits_slice": None}, max_steps=1)
+    plain.train()
+    for key in ("loss", "loss/chunk_1"):
+        assert 2 * trainer.state.log_history[0][key] == pytest.approx(plain.state.log_history[0][key], rel=1e-5)
+
+
+class _AccuracyTrainer(Trainer):
+    """Overrides compute_loss as TRL's SFTTrainer does: it looks at the outputs on the way."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        self.accuracies = [*getattr(self, "accuracies", []), outputs.logits.argmax(-1).float().mean().item()]
+        return (loss, outputs) if return_outputs else loss
+
+
+class _MixedTrainer(ZeroLockMixin, _AccuracyTrainer):
+    pass
+
+
+def test_the_mixin_composes_with_another_trainer(tmp_path):
+    mixed = make_trainer(tmp_path, chunks={"num_chunks": 2}, trainer_class=_MixedTrainer)
+    mixed.train()
+    plain = make_trainer(tmp_path, chunks={"num_chunks": 2, "logits_slice": None})
+    plain.train()
+    assert len(mixed.accuracies) == 8
+    assert largest_difference(weights(mixed), weights(plain)) == 0.0
+
+
+def test_wrapping_by_the_trainer_is_wrapping_by_hand(tmp_path):
+    by_hand = make_trainer(tmp_path, chunks={"num_chunks": 2})
+    base = make_model("llama")
+    torch.manual_seed(42)
+    trainer = ZeroLockTrainer(
+        model=base,
+        args=arguments(tmp_path),
+        peft_config=ZeroLockConfig(**lora_arguments("llama"), num_chunks=2),
+        train_dataset=token_rows(24),
+        data_collator=collate,
+    )
+    assert weights(trainer).keys() == weights(by_hand).keys()
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_model_init_and_a_second_train(tmp_path):
+    trainer = ZeroLockTrainer(
+        model_init=lambda: make_model("llama"),
+        args=arguments(tmp_path),
+        peft_config=ZeroLockConfig(**lora_arguments("llama"), num_chunks=2),
+        train_dataset=token_rows(24),
+        data_collator=collate,
+    )
+    trainer.train()
+    first = weights(trainer)
+    trainer.train()
+    assert largest_difference(first, weights(trainer)) == 0.0
+
+
+def test_training_can_go_on_with_the_same_trainer(tmp_path):
+    trainer = make_trainer(tmp_path, chunks={"num_chunks": 2, "readout": "adapter"})
+    trainer.train()
+    first = weights(trainer)
+    trainer.train()
+    assert largest_difference(first, weights(trainer)) > 0
+
+
+@pytest.mark.parametrize("task", ["CAUSAL_LM", "SEQ_CLS"])
+def test_torch_compile(tmp_path, task):
+    plain = make_trainer(tmp_path, task=task, chunks={"num_chunks": 2}, max_steps=2)
+    plain.train()
+    compiled = make_trainer(
+        tmp_path,
+        task=task,
+        chunks={"num_chunks": 2},
+        max_steps=2,
+        torch_compile=True,
+        torch_compile_backend="aot_eager",
+    )
+    compiled.train()
+    assert largest_difference(weights(plain), weights(compiled)) < 1e-4
+
+
+def test_averaging_tokens_off_and_seeds(tmp_path):
+    runs = []
+    for seed in (1, 1, 2):
+        trainer = make_trainer(tmp_path, chunks={"num_chunks": 2}, seed=seed, average_tokens_across_devices=False)
+        trainer.train()
+        runs.append(weights(trainer))
+    assert largest_difference(runs[0], runs[1]) == 0.0
+    assert largest_difference(runs[0], runs[2]) > 0.0
+
+
+def test_auto_find_batch_size(tmp_path):
+    trainer = make_trainer(
+        tmp_path, chunks={"num_chunks": 2}, auto_find_batch_size=True, per_device_train_batch_size=4
+    )
+    step, sizes = trainer.training_step, []
+
+    def crowded(model, inputs, *rest):
+        sizes.append(len(inputs["input_ids"]))
+        if len(inputs["input_ids"]) > 3:
+            raise RuntimeError("CUDA out of memory.")
+        return step(model, inputs, *rest)
+
+    trainer.training_step = crowded
+    trainer.train()
+    assert sizes[0] == 4 and set(sizes[1:]) <= {2, 3}
+    assert trainer.state.global_step == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optim": "lomo"}, "optim='lomo'"),
+        ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["q_proj"]}, "galore_adamw_layerwise"),
+    ],
+)
+def test_refused_arguments_name_the_remedy(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=f"ZeroLockTrainer does not work with .*{message}.*adamw_torch"):
+        make_trainer(tmp_path, chunks={"num_chunks": 2}, **settings)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("deepspeed", {"zero_optimization": {"stage": 2}}, "DeepSpeed: .*Leave `deepspeed` out"),
+        ("fsdp", "full_shard", "FSDP: .*Leave `fsdp` out"),
+        ("_n_gpu", 2, r"DataParallel \(2 visible GPUs.*CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_refused_environments(tmp_path, attribute, value, message):
+    from peft_zerolock.contract import check_arguments
+
+    args = arguments(tmp_path)
+    object.__setattr__(args, attribute, value)
+    with pytest.raises(ValueError, match=message):
+        check_arguments(args)
+
+
+def test_a_model_spread_over_devices_is_refused(tmp_path):
+    base = make_model("llama")
+    base.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    with pytest.raises(ValueError, match=r"spread over \['0', '1'\]"):
+        ZeroLockTrainer(
+            model=base, args=arguments(tmp_path), peft_config=ZeroLockConfig(**lora_arguments("llama"), num_chunks=2)
+        )
+
+
+def test_no_pad_token_is_refused_and_padding_sides_agree(tmp_path):
+    base = make_model("llama", "SEQ_CLS")
+    base.config.pad_token_id = None
+    config = ZeroLockConfig(**lora_arguments("llama", "SEQ_CLS"), num_chunks=2)
+    with pytest.raises(ValueError, match="pad_token_id"):
+        ZeroLockTrainer(model=base, args=arguments(tmp_path), peft_config=config)
+    trainer = make_trainer(tmp_path, task="SEQ_CLS", chunks={"num_chunks": 2})
+    trainer.model.eval()
+    right = {"input_ids": torch.tensor([[5, 6, 7, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 1, 0, 0]])}
+    left = {"input_ids": torch.tensor([[0, 0, 5, 6, 7]]), "attention_mask": torch.tensor([[0, 0, 1, 1, 1]])}
+    with torch.no_grad():
+        for batch in (right, left):
+            sent = []
+            ports = [stage.view.ports for stage in trainer.stages]
+            for stage in trainer.stages:
+                stage.view.module.eval()
+            trainer.stages[0].view.module(**batch)
+            ports[1].received = ports[0].left
+            ours = trainer.stages[1].view.module(**batch).logits
+            assert torch.equal(ours, trainer.model(**batch).logits)
+            sent.append(ours)
+        positions = {"position_ids": torch.tensor([[0, 0, 0, 1, 2]])}
+        shifted = trainer.model(**left, **positions).logits
+        assert torch.allclose(shifted, trainer.model(**right).logits, atol=1e-6)
+
+
+def test_tensorboard_gets_the_chunks_losses(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = make_trainer(tmp_path / "run", chunks={"num_chunks": 2}, report_to=["tensorboard"])
+    trainer.train()
+    (events,) = (tmp_path / "run").rglob("events.out.*")
+    tags = EventAccumulator(str(events)).Reload().Tags()["scalars"]
+    assert {"train/loss", "train/loss/chunk_1", "train/loss/chunk_2"} <= set(tags)
+
+
+def test_the_arguments_say_how_to_run():
+    parser = hf.HfArgumentParser(ZeroLockTrainingArguments)
+    (args,) = parser.parse_args_into_dataclasses(["--output_dir", "x", "--use_cpu"])
+    assert args.runtime == "sequential"
+    with pytest.raises(ValueError, match="runtime='warp'"):
+        ZeroLockTrainingArguments(output_dir="x", runtime="warp")
