@@ -22,7 +22,6 @@ python recipes/instruct.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k --data
 ```
 """
 
-import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
@@ -36,12 +35,12 @@ from method import MethodArguments, make_config, make_trainer
 from models import resolve_model
 from packing import PaddingCollator, check_packing, pack
 from prompting import IGNORE, PromptEncoder, generate_answers, to_messages
-from report import RunMonitor, finish, push, save_adapter
+from report import RunMonitor, finish, push, save_adapter, show_log
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from peft_zerolock import ZeroLockTrainingArguments
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("instruct")
 
 
 @dataclass
@@ -119,10 +118,24 @@ def load_examples(
         raise DataError(f"no row of split {split!r} can be used:\n  " + "\n  ".join(report.reasons))
     kept = drop_long_rows(Dataset.from_list(examples), options.max_length, report)
     report.kept = len(kept)
-    counts = {**dataclasses.asdict(report), "truncated": truncated}
+    counts = {**report.counts(), "truncated": truncated}
     if truncated:
         logger.warning("%d of %d rows were cut to %d tokens", truncated, len(kept), options.max_length)
     return kept.select_columns(["input_ids", "labels"]), list(kept["messages"]), counts
+
+
+def read_data(
+    options: InstructArguments, encoder: PromptEncoder
+) -> tuple[Dataset, Dataset | None, list[list[dict[str, str]]], dict[str, Any]]:
+    """Training and evaluation examples, the conversations to show samples of, and what was left out of each split."""
+    train, shown, counts = load_examples(
+        options.dataset, options.train_split, options.max_train_samples, encoder, options
+    )
+    if not options.eval_dataset and not options.eval_split:
+        return train, None, shown, {"train": counts}
+    source, split = options.eval_dataset or options.dataset, options.eval_split or "validation"
+    evaluation, shown, eval_counts = load_examples(source, split, options.max_eval_samples, encoder, options)
+    return train, evaluation, shown, {"train": counts, "eval": eval_counts}
 
 
 def packed(examples: Dataset, max_length: int) -> Dataset:
@@ -146,30 +159,24 @@ def print_samples(samples: list[dict[str, str]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Runs the recipe; returns what is written to ``summary.json``."""
+    """Runs the recipe; returns what is written to ``summary.json``.
+
+    Raises:
+        SystemExit: an unknown option, damaged data, or a failed push; the message says what to do.
+    """
     parser = RecipeParser((InstructArguments, MethodArguments, ZeroLockTrainingArguments), "instruct.py")
     options, method, args = parser.parse(sys.argv[1:] if argv is None else argv)
-    logging.basicConfig(level=logging.INFO if args.should_log else logging.ERROR, format="%(message)s")
+    show_log(args, "instruct")
     args.prediction_loss_only = True
     set_seed(args.seed)
 
     source = resolve_model(options.model)
     tokenizer = AutoTokenizer.from_pretrained(source.path, **source.tokenizer_kwargs())
     encoder = PromptEncoder(tokenizer, options.prompt_format)
-    train, shown, counts = load_examples(
-        options.dataset, options.train_split, options.max_train_samples, encoder, options
-    )
-    evaluation = None
-    if options.eval_dataset or options.eval_split:
-        evaluation, shown, eval_counts = load_examples(
-            options.eval_dataset or options.dataset,
-            options.eval_split or "validation",
-            options.max_eval_samples,
-            encoder,
-            options,
-        )
-        counts = {"train": counts, "eval": eval_counts}
-
+    try:
+        train, evaluation, shown, counts = read_data(options, encoder)
+    except DataError as error:
+        raise SystemExit(f"instruct.py: {error}") from error
     model = AutoModelForCausalLM.from_pretrained(
         source.path, dtype=options.dtype, attn_implementation=options.attn_implementation, **source.model_kwargs()
     )
@@ -192,7 +199,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     asked = shown[: options.num_samples]
     before = trainer.evaluate() if evaluation is not None else None
     answers_before = generate_answers(trainer.model, encoder, asked, options.max_new_tokens)
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    set_seed(args.seed)  # so that the evaluation above changes nothing
+    resume = args.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=resume.lower() in ("true", "last") or resume if resume else None)
     after = trainer.evaluate() if evaluation is not None else None
     answers_after = generate_answers(trainer.model, encoder, asked, options.max_new_tokens)
     samples = [

@@ -10,7 +10,6 @@ python recipes/quickstart.py --model Qwen/Qwen3-0.6B         # any causal langua
 """
 
 import json
-import logging
 import subprocess
 import sys
 import time
@@ -119,7 +118,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Runs the quickstart; returns its figures."""
     start = time.perf_counter()
     (options,) = RecipeParser((QuickstartArguments,), "quickstart.py").parse(sys.argv[1:] if argv is None else argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     set_seed(options.seed)
     source = resolve_model(options.model)
     tokenizer = AutoTokenizer.from_pretrained(source.path, **source.tokenizer_kwargs())
