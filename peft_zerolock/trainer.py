@@ -1,34 +1,27 @@
 """ZeroLockTrainer: transformers.Trainer whose training step is that of the stages."""
 
 import functools
-import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend, convert_outputs_to_fp32
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
-from transformers import Trainer, TrainerState, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import rotate_checkpoints
+from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
-from . import checkpoint, contract
+from . import contract, hub
 from .admission import evaluation_mode
 from .blocks import Slot
 from .config import ZeroLockConfig
 from .early_exit import EarlyExit
 from .readout import DEFAULT_VOCAB
 from .runtime import SequentialRuntime, WindowReport
+from .saving import SavingMixin
 from .stage import Entry, Stage, build_stages
 
 logger = logging.get_logger(__name__)
-
-if TYPE_CHECKING:
-    _Trainer = Trainer  # what the mixin is mixed into
-else:
-    _Trainer = object
 
 
 @dataclass
@@ -47,7 +40,7 @@ class ZeroLockTrainingArguments(TrainingArguments):
             raise ValueError(f"runtime={self.runtime!r} is not known: it must be 'sequential'.")
 
 
-class ZeroLockMixin(_Trainer):
+class ZeroLockMixin(SavingMixin):
     """Makes a Trainer, or a trainer derived from it, train a PEFT model chunk by chunk.
 
     `class MyTrainer(ZeroLockMixin, SFTTrainer)` is all it takes. Evaluation, prediction, logging, callbacks and saving
@@ -63,14 +56,10 @@ class ZeroLockMixin(_Trainer):
             what was given, what is allowed and what to do.
     """
 
-    model: Any
-    optimizer: Any
-    train_dataset: Any
-    args: Any
-
     def __init__(self, model: Any = None, args: Any = None, *positional, peft_config=None, **kwargs):
         if args is not None:
             contract.check_arguments(args)
+            hub.check_hub_target(args)
         if peft_config is not None:
             if isinstance(model, nn.Module):
                 model = _wrap(model, peft_config)
@@ -89,19 +78,12 @@ class ZeroLockMixin(_Trainer):
         self._stages: list[Stage] = []
         self._staged_model: nn.Module | None = None
         self._sums: dict[str, Tensor] = {}
-        self._logged_step = 0
-        self._window = -1
-        self._saving: str | None = None
+        self._window, self._windows = -1, 0
         self._exit: EarlyExit | None = None
         self.windows_without_targets = 0
         contract.prepare_trainable(self.model)
 
     # ---- stages ----
-
-    @property
-    def zerolock_config(self) -> ZeroLockConfig:
-        """The active adapter's configuration."""
-        return self.model.peft_config[self.model.active_adapter]
 
     @property
     def stages(self) -> list[Stage]:
@@ -151,8 +133,10 @@ class ZeroLockMixin(_Trainer):
         return module
 
     @property
-    def _readouts(self) -> dict[str, nn.Parameter]:
-        return {f"{stage.name}.{name}": p for stage in self.stages for name, p in stage.readout.items()}
+    def readouts(self) -> dict[str, nn.Parameter]:
+        """The readouts' own parameters, by chunk and name: trained ones and frozen copies."""
+        owned = ((stage.name, stage.readout | stage.copies) for stage in self.stages)
+        return {f"{stage}.{name}": p for stage, parameters in owned for name, p in parameters.items()}
 
     def _frequent_tokens(self, config: ZeroLockConfig) -> Tensor:
         if isinstance(config.readout_vocab, list | tuple | set):
@@ -217,7 +201,8 @@ class ZeroLockMixin(_Trainer):
         inputs = self._prepare_inputs(inputs)
         if self._window != self.state.global_step:
             self._window = self.state.global_step
-            for parameter in self._readouts.values():
+            self._windows += 1
+            for parameter in self.readouts.values():
                 parameter.grad = None
         zero = torch.zeros((), device=self.args.device)
         if not self._has_targets(inputs, num_items_in_batch):
@@ -305,13 +290,9 @@ class ZeroLockMixin(_Trainer):
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         """Trainer's log, with each chunk's task and consistency terms (means over the windows since the last one)."""
         if "loss" in logs and self._sums:
-            windows = max(self.state.global_step - self._logged_step, 1)
-            logs = {
-                **logs,
-                **{key: round(float(total) / windows, 6) + 0.0 for key, total in sorted(self._sums.items())},
-            }
-            self._sums = {}
-            self._logged_step = self.state.global_step
+            means = {key: float(total) / self._windows for key, total in sorted(self._sums.items())}
+            logs = {**logs, **{key: round(mean, 6) + 0.0 for key, mean in means.items()}}
+            self._sums, self._windows = {}, 0
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args, per_chunk: bool = False, **kwargs) -> dict[str, float]:
@@ -336,60 +317,6 @@ class ZeroLockMixin(_Trainer):
     def prediction_step(self, model: nn.Module, *args, **kwargs):
         """Trainer's, on the plain model, or on a chunk's readout while `evaluate(per_chunk=True)` reads it."""
         return super().prediction_step(self._exit or model, *args, **kwargs)
-
-    # ---- checkpoints ----
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """Trains; `resume_from_checkpoint=True` takes the newest complete checkpoint.
-
-        Raises:
-            ValueError: the checkpoint is damaged, there is none, or it was trained with other chunk settings.
-        """
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = checkpoint.newest_complete(self.args.output_dir)
-        if resume_from_checkpoint:
-            checkpoint.check_resumable(resume_from_checkpoint, self.zerolock_config)
-        self._sums, self._window = {}, -1
-        self._logged_step = 0
-        if resume_from_checkpoint:
-            state = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))
-            self._logged_step = state.global_step
-        return super().train(resume_from_checkpoint or None, *args, **kwargs)
-
-    def _get_output_dir(self, trial) -> str:
-        return self._saving or super()._get_output_dir(trial)
-
-    def _save_checkpoint(self, model: nn.Module, trial) -> None:
-        run_dir = self._get_output_dir(trial)
-        name = f"checkpoint-{self.state.global_step}"
-        final = os.path.join(run_dir, name)
-        with checkpoint.staged(run_dir, name) as temporary:
-            self._saving = temporary
-            try:
-                super()._save_checkpoint(model, trial)
-            finally:
-                self._saving = None
-            written = os.path.join(temporary, name)
-            checkpoint.save_readouts(written, self._readouts)
-            if self.state.best_model_checkpoint == written:
-                self.state.best_model_checkpoint = final
-                self.state.save_to_json(os.path.join(written, TRAINER_STATE_NAME))
-        if self.args.push_to_hub:
-            super()._push_from_checkpoint(final)
-        rotate_checkpoints(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Called while a checkpoint is being written; it is pushed when it is complete."""
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Trainer's, by way of a temporary folder: a failed save leaves the earlier files as they were."""
-        with checkpoint.replaced_files(output_dir or self.args.output_dir) as temporary:
-            super()._save(temporary, state_dict)
-
-    def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
-        super()._load_optimizer_and_scheduler(folder)
-        if folder is not None:
-            checkpoint.load_readouts(folder, self._readouts)
 
 
 class ZeroLockTrainer(ZeroLockMixin, Trainer):

@@ -112,7 +112,7 @@ def test_optimizers_have_groups_of_their_own_for_each_chunk(tmp_path, optim):
     trainer.train()
     groups = trainer.optimizer.param_groups
     assert {group["chunk"] for group in groups} == {"chunk_1", "chunk_2"}
-    readout = {id(p) for p in trainer._readouts.values()}
+    readout = {id(p) for p in trainer.readouts.values()}
     for group in groups:
         own = {id(p) in readout for p in group["params"]}
         assert len(own) == 1

@@ -109,7 +109,7 @@ def test_trainable_weights_are_float32_over_a_half_base(tmp_path, dtype, name, t
     before = weights(trainer)
     trainer.train()
     assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
-    assert {p.dtype for p in trainer._readouts.values()} == {torch.float32}
+    assert {p.dtype for p in trainer.readouts.values()} == {torch.float32}
     moved = weights(trainer)
     assert all(not torch.equal(before[n], moved[n]) for n in moved if "lora_B" in n)
     assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
