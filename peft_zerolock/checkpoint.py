@@ -20,6 +20,11 @@ logger = logging.get_logger(__name__)
 
 MARKER_NAME = "zerolock_complete.json"
 READOUTS_NAME = "readouts.safetensors"
+_LORA_SETTINGS = (
+    *("r", "lora_alpha", "target_modules", "modules_to_save", "layers_to_transform", "rank_pattern", "alpha_pattern"),
+    *("use_rslora", "use_dora", "lora_bias", "bias", "trainable_token_indices"),
+)
+_NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", READOUTS_NAME)
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -28,18 +33,32 @@ def staged(run_dir: str, name: str) -> Iterator[str]:
     """Gives a temporary run folder; on success, what was written to `name` in it becomes `run_dir/name`.
 
     The new folder gets a marker that it is complete, then its name. A crash at any moment leaves either what was
-    there before or the complete new folder, never a mixture.
+    there before or the complete new folder, never a mixture; what a killed process leaves is cleared up here and in
+    `newest_complete`. Only one process may write to a run folder.
     """
+    clear_leftovers(run_dir)
     temporary = Path(run_dir, f"_{name}.incomplete")
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    yield str(temporary)
-    _write_marker(temporary / name)
     target = Path(run_dir, name)
-    if target.exists():
-        os.replace(target, temporary / "replaced")
-    os.replace(temporary / name, target)
-    shutil.rmtree(temporary)
+    try:
+        yield str(temporary)
+        _write_marker(temporary / name)
+        if target.exists():
+            os.replace(target, temporary / "replaced")
+        os.replace(temporary / name, target)
+    finally:
+        clear_leftovers(run_dir)
+
+
+def clear_leftovers(run_dir: str) -> None:
+    """Removes the temporary folders of saves that did not end, after putting a checkpoint back in its place."""
+    for temporary in Path(run_dir).glob("_checkpoint-*.incomplete"):
+        name = temporary.name[1:].removesuffix(".incomplete")
+        target = Path(run_dir, name)
+        for made in (temporary / name, temporary / "replaced"):
+            if made.is_dir() and not target.exists() and (made.name == "replaced" or fault_of(str(made)) is None):
+                os.replace(made, target)
+        shutil.rmtree(temporary)
 
 
 @contextmanager
@@ -49,16 +68,18 @@ def replaced_files(folder: str) -> Iterator[str]:
     temporary = target / "_saving"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    card = target / "README.md"
-    if card.exists():
-        shutil.copy(card, temporary / card.name)
-    yield str(temporary)
-    for path in sorted(temporary.rglob("*")):
-        if path.is_file():
-            final = target / path.relative_to(temporary)
-            final.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(path, final)
-    shutil.rmtree(temporary)
+    try:
+        card = target / "README.md"
+        if card.exists():
+            shutil.copy(card, temporary / card.name)
+        yield str(temporary)
+        for path in sorted(temporary.rglob("*")):
+            if path.is_file():
+                final = target / path.relative_to(temporary)
+                final.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, final)
+    finally:
+        shutil.rmtree(temporary)
 
 
 def _write_marker(folder: Path) -> None:
@@ -86,18 +107,22 @@ def fault_of(folder: str) -> str | None:
     root = Path(folder)
     try:
         recorded = json.loads((root / MARKER_NAME).read_text(encoding="utf-8"))["files"]
+        expected = {name: (entry["size"], entry["sha256"]) for name, entry in recorded.items()}
     except FileNotFoundError:
         return f"it has no {MARKER_NAME}"
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return f"its {MARKER_NAME} is damaged"
-    for name, expected in recorded.items():
+    for name, (size, digest) in expected.items():
         path = root / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != expected["size"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {expected['size']}"
-        if _digest(path) != expected["sha256"]:
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if _digest(path) != digest:
             return f"{name} has been changed"
+    absent = [name for name in _NEEDED if name not in expected]
+    if absent:
+        return f"it has no {', '.join(absent)} (save_only_model=True leaves them out)"
     return None
 
 
@@ -108,6 +133,7 @@ def newest_complete(output_dir: str) -> str:
         ValueError: there is none.
     """
     found = {}
+    clear_leftovers(output_dir)
     if os.path.isdir(output_dir):
         for name in os.listdir(output_dir):
             match = _CHECKPOINT.fullmatch(name)
@@ -140,22 +166,29 @@ def check_resumable(folder: str, config: ZeroLockConfig) -> None:
             f"{folder!r} is not a complete checkpoint: {fault}. Resume from an older one, or with "
             "resume_from_checkpoint=True from the newest complete one."
         )
-    saved = json.loads(Path(folder, CONFIG_NAME).read_text(encoding="utf-8"))
-    current = json.loads(json.dumps(config.chunk_settings()))
-    changed = {
-        name: (saved.get(name), value)
-        for name, value in current.items()
-        if name not in ("num_chunks", "chunk_sizes", "logits_slice") and saved.get(name) != value
-    }
-    shape = (saved.get("num_chunks") or 2, saved.get("chunk_sizes"))
-    if shape != (config.num_chunks or 2, config.chunk_sizes):
-        changed["chunks"] = (shape, (config.num_chunks or 2, config.chunk_sizes))
+    saved = _settings(ZeroLockConfig.from_pretrained(_adapter_folder(folder)))
+    changed = {name: (saved[name], value) for name, value in _settings(config).items() if saved[name] != value}
     if changed:
         told = ", ".join(f"{name}: {old!r} there, {new!r} now" for name, (old, new) in changed.items())
         raise ValueError(
-            f"{folder!r} was trained with other chunk settings ({told}). Resume with the settings that it was trained "
+            f"{folder!r} was trained with other settings ({told}). Resume with the settings that it was trained "
             f"with (ZeroLockConfig.from_pretrained reads them), or start afresh."
         )
+
+
+def _adapter_folder(checkpoint: str) -> str:
+    """PEFT saves an adapter in a folder of its name, unless its name is "default"."""
+    inside = sorted(path.parent for path in Path(checkpoint).glob(f"*/{CONFIG_NAME}"))
+    return checkpoint if Path(checkpoint, CONFIG_NAME).is_file() or not inside else str(inside[0])
+
+
+def _settings(config: ZeroLockConfig) -> dict[str, Any]:
+    """What must not change between the halves of a run; sets as sorted lists."""
+    values = config.chunk_settings() | {name: getattr(config, name) for name in _LORA_SETTINGS}
+    for name in ("num_chunks", "chunk_sizes", "logits_slice"):
+        del values[name]
+    values["chunks"] = (config.resolved_num_chunks, config.chunk_sizes)
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
 
 
 def save_readouts(folder: str, readouts: dict[str, nn.Parameter]) -> None:

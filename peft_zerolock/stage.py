@@ -48,6 +48,7 @@ class Stage:
         tail: for the sliced loss of causal LMs; None where the view's own tail and the model's own loss are used.
         adapters: the chunk's trainable parameters in the model, by name.
         readout: the readout's own trainable parameters, by name; never part of the adapter file.
+        copies: the readout's frozen copies of what the last chunk trains in the tail, as it was at the start, by name.
         autocast: context of mixed precision for what runs outside the view's forward.
     """
 
@@ -59,6 +60,7 @@ class Stage:
     tail: Tail | None
     adapters: dict[str, nn.Parameter]
     readout: dict[str, nn.Parameter] = field(default_factory=dict)
+    copies: dict[str, nn.Parameter] = field(default_factory=dict)
     label_smoothing: float = 0.0
     autocast: Callable[[], AbstractContextManager] = nullcontext
 
@@ -213,10 +215,11 @@ def build_stages(
         trees = {"view": stage.view.module} | ({} if stage.tail is None else stage.tail.modules())
         for prefix, tree in trees.items():
             for name, parameter in tree.named_parameters():
-                if id(parameter) not in shared and parameter.requires_grad and not stage.is_last:
-                    stage.readout[f"{prefix}.{name}"] = parameter
+                if id(parameter) not in shared and not stage.is_last:
+                    kind = stage.readout if parameter.requires_grad else stage.copies
+                    kind[f"{prefix}.{name}"] = parameter
         if not stage.learns:
-            stage.readout = {}
+            stage.readout, stage.copies = {}, {}
         stage.label_smoothing, stage.autocast = label_smoothing, autocast
         stage.view.module = prepare(stage.view.module)
         _set_modes(stage, {id(p) for p in anatomy.tail_parameters})
