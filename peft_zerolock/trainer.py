@@ -274,9 +274,8 @@ class ZeroLockMixin(SavingMixin):
         self.accelerator.unscale_gradients()
         limit, norms = self.args.max_grad_norm, []
         for stage in self.stages:
-            norms.append(nn.utils.clip_grad_norm_(list(stage.adapters.values()), limit))
-            if stage.readout:
-                nn.utils.clip_grad_norm_(list(stage.readout.values()), limit)
+            norms.append(nn.utils.clip_grad_norm_(list(stage.adapters.values()), limit).to(self.args.device))
+            nn.utils.clip_grad_norm_(list(stage.readout.values()), limit)
         return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
 
     # ---- logging and evaluation ----

@@ -10,6 +10,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from zoo import class_rows, collate, lora_arguments, make_model, token_rows
 
 from peft_zerolock import ZeroLockConfig, ZeroLockMixin, ZeroLockTrainer, ZeroLockTrainingArguments
+from peft_zerolock.contract import check_arguments
 
 
 def test_logs_each_chunk_and_the_last_chunk_s_loss_as_the_loss(tmp_path):
@@ -296,11 +297,22 @@ def test_refused_arguments_name_the_remedy(tmp_path, settings, message):
     ],
 )
 def test_refused_environments(tmp_path, attribute, value, message):
-    from peft_zerolock.contract import check_arguments
-
     args = arguments(tmp_path)
     object.__setattr__(args, attribute, value)
     with pytest.raises(ValueError, match=message):
+        check_arguments(args)
+
+
+def test_several_processes_and_split_sequences_are_refused(tmp_path, monkeypatch):
+    from accelerate.parallelism_config import ParallelismConfig
+
+    args = arguments(tmp_path)
+    args.parallelism_config = ParallelismConfig(cp_size=2)
+    with pytest.raises(ValueError, match=r"parallelism_config with \{'cp': 2\}"):
+        check_arguments(args)
+    args = arguments(tmp_path)
+    monkeypatch.setattr(type(args), "world_size", property(lambda self: 2))
+    with pytest.raises(ValueError, match="2 processes.*Start one process"):
         check_arguments(args)
 
 
