@@ -16,7 +16,7 @@ logger = logging.get_logger(__name__)
 CONFIG_NAME = "zerolock_config.json"
 READOUTS = ("auto", "lm_head", "adapter", "bottleneck", "vocab", "blocks")
 CLASSIFICATION_TASKS = ("SEQ_CLS", "TOKEN_CLS")
-_INITS_THAT_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_INITS_THAT_LEAVE_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass
@@ -151,13 +151,6 @@ class ZeroLockConfig(LoraConfig):
             self.readout_vocab = sorted(set(vocab))
         elif vocab is not None:
             _check(self, "readout_vocab", _is_int(vocab) and vocab >= 1, "token ids, or how many to take (>= 1)")
-        changes_base = str(self.init_lora_weights).startswith(_INITS_THAT_CHANGE_THE_BASE)
-        if changes_base and self.resolved_readout == "blocks" and self.readout_dim not in (None, self.r):
-            raise ValueError(
-                f"readout_dim={self.readout_dim} differs from r={self.r}, but init_lora_weights="
-                f"{self.init_lora_weights!r} takes a part of rank r out of the base weights that the readout's blocks "
-                "share: leave readout_dim out, or use another init_lora_weights."
-            )
         if self.readout in ("bottleneck", "vocab"):
             if self.task_type in CLASSIFICATION_TASKS:
                 raise ValueError(
@@ -168,7 +161,7 @@ class ZeroLockConfig(LoraConfig):
                 raise ValueError(
                     f"readout={self.readout!r} needs the sliced loss, got logits_slice=None: give a number of tokens."
                 )
-        plain_start = self.init_lora_weights in (True, False, "gaussian")
+        plain_start = self.init_lora_weights in _INITS_THAT_LEAVE_THE_BASE
         if self.resolved_readout == "blocks" and self.readout_dim not in (None, self.r) and not plain_start:
             raise ValueError(
                 f"readout_dim={self.readout_dim} with init_lora_weights={self.init_lora_weights!r}: this start moves "

@@ -32,7 +32,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "pissa": ({"init_lora_weights": "pissa"}, lora_keys(QV, ALL)),
     "pissa, readout lm_head": ({"init_lora_weights": "pissa", "readout": "lm_head"}, lora_keys(QV, ALL)),
     "pissa, readout blocks": ({"init_lora_weights": "pissa", "readout": "blocks"}, lora_keys(QV, ALL)),
-    "random, readout blocks of rank 3": (
+    "orthogonal, readout blocks of rank 3": (
         {"init_lora_weights": "orthogonal", "readout": "blocks", "readout_dim": 3},
         lora_keys(QV, ALL),
     ),

@@ -32,8 +32,9 @@ CASES = {
 SAVED_HEADS = {"llama, head saved": {"lm_head"}, "llama classifier": {"score"}, "bert classifier": {"classifier"}} | {
     "deberta classifier": {"pooler", "classifier"}
 }
-# A bfloat16 weight has 8 significant bits: merged weights are off by up to 2**-9 of their size each.
-BF16_MERGE = 2**-5
+# A bfloat16 weight has 8 significant bits, so merging rounds each one by up to 2**-9 of its size. Measured on these
+# models: logits off by 0.7 % of the largest one.
+BF16_MERGE = 2**-6
 
 
 def batch_of(task: str) -> dict[str, torch.Tensor]:
