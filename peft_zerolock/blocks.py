@@ -8,6 +8,7 @@ Whatever runs before, between and after the blocks is the model's own code.
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ class Ports:
         self.left = hidden
         if self.send is not None:
             self.send(hidden.detach())
+            self.send = None
         return hidden.detach() if self.cut else hidden
 
     def clear(self) -> None:
@@ -240,12 +242,31 @@ class BlockMap:
         memo |= {id(b): b for b in module.buffers()}
         memo |= {id(value): value for value in self.shared}
         memo |= replacements or {}
-        return copy.deepcopy(module, memo)
+        copied = copy.deepcopy(module, memo)
+        for part in copied.modules():
+            if "forward" in vars(part):
+                part.forward = _rebound(part.forward, memo)
+        return copied
 
     def readout_block(self, index: int) -> nn.Module:
         """A copy of one block that shares its frozen weights but has adapter parameters of its own."""
         trainable = [p for p in self.blocks[index].parameters() if p.requires_grad]
         return self._copy(self.blocks[index], fresh=trainable)
+
+
+def _rebound(value: Any, memo: dict[int, Any]) -> Any:
+    """A patched forward of a view: where it closes over a module of the model, the copy closes over the view's."""
+    if isinstance(value, MethodType):
+        return MethodType(_rebound(value.__func__, memo), memo.get(id(value.__self__), value.__self__))
+    if isinstance(value, nn.Module):
+        return memo.get(id(value), value)
+    if isinstance(value, FunctionType) and value.__closure__:
+        cells = tuple(CellType(_rebound(cell.cell_contents, memo)) for cell in value.__closure__)
+        function = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        function.__kwdefaults__ = value.__kwdefaults__
+        function.__dict__.update(value.__dict__)
+        return function
+    return value
 
 
 def needs_input_grad(block: nn.Module) -> bool:

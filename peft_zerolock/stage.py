@@ -15,7 +15,7 @@ from .objective import Terms, TokenObjective, mix, output_consistency, supervise
 from .partition import chunks_of_sizes, split_evenly
 from .readout import DEFAULT_DIM, ResidualAdapter, Tail, make_tail, readout_blocks, take_any_dtype
 
-LossFunction = Callable[[nn.Module, dict[str, Any]], tuple[Tensor, Any]]
+LossFunction = Callable[[nn.Module, dict[str, Any], bool], tuple[Tensor, Any]]
 
 
 @dataclass
@@ -79,8 +79,8 @@ class Stage:
 
         Args:
             send: called with the detached h_k; None for the last stage.
-            loss_of: the model's own loss of a view on a micro-batch, scaled for the window, with its outputs. Used
-                where there is no sliced tail.
+            loss_of: the model's own loss of a view on a micro-batch, scaled for the window, and its outputs where
+                they are asked for. Used where there is no sliced tail.
 
         Returns:
             The local objective with its graph, or None for a chunk below the last that does not learn.
@@ -148,7 +148,7 @@ class Stage:
     def _output_terms(self, entry: Entry, loss_of: LossFunction) -> Terms:
         ports = self.view.ports
         ports.last_position_only = False
-        task, outputs = loss_of(self.view.module, dict(entry.inputs))
+        task, outputs = loss_of(self.view.module, dict(entry.inputs), self._has_consistency)
         if not self._has_consistency:
             return mix(task, None, 1.0)
         previous = output_of(self._previous(entry)[0])

@@ -1,7 +1,7 @@
 """ZeroLockTrainer: transformers.Trainer whose training step is that of the stages."""
 
-import functools
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class ZeroLockMixin(SavingMixin):
             elif kwargs.get("model_init") is not None:
                 make_base = kwargs["model_init"]
 
-                @functools.wraps(make_base)
+                @wraps(make_base)
                 def make_model(*trial):
                     return _wrap(make_base(*trial), peft_config)
 
@@ -119,7 +119,7 @@ class ZeroLockMixin(SavingMixin):
         if accelerator.native_amp:
             forward = module.forward
 
-            @functools.wraps(forward)
+            @wraps(forward)
             def autocast_forward(*args, **kwargs):
                 with accelerator.autocast():
                     return forward(*args, **kwargs)
@@ -212,7 +212,7 @@ class ZeroLockMixin(SavingMixin):
         entry = Entry(
             inputs, count, grad_scale=scaler.get_scale() if scaler is not None else 1.0, warmup=self._in_warmup()
         )
-        report = self._runtime.submit(entry, lambda view, batch: self._own_loss(view, batch, num_items_in_batch))
+        report = self._runtime.submit(entry, partial(self._own_loss, num_items_in_batch))
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             self.accelerator.clear()
         self._add_to_log(report)
@@ -246,8 +246,10 @@ class ZeroLockMixin(SavingMixin):
     def _processes_averaged(self) -> int:
         return self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
 
-    def _own_loss(self, view: nn.Module, inputs: dict[str, Any], num_items: Any) -> tuple[Tensor, Any]:
-        """The model's own loss on a view, scaled for the update window, and its outputs.
+    def _own_loss(
+        self, num_items: Any, view: nn.Module, inputs: dict[str, Any], with_outputs: bool
+    ) -> tuple[Tensor, Any]:
+        """The model's own loss on a view, scaled for the update window, and its outputs where they are asked for.
 
         Classification losses of transformers ignore the window's count and are means over their micro-batch. They are
         weighed here by the share of the window that the micro-batch has, so that accumulation changes nothing.
@@ -262,7 +264,8 @@ class ZeroLockMixin(SavingMixin):
         elif num_items is None or not (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
             share = 1.0 if self.loss_is_scaled_for_ga else 1 / self.current_gradient_accumulation_steps
         with self.compute_loss_context_manager():
-            loss, outputs = self.compute_loss(view, inputs, return_outputs=True, num_items_in_batch=num_items)
+            found: Any = self.compute_loss(view, inputs, return_outputs=with_outputs, num_items_in_batch=num_items)
+        loss, outputs = found if with_outputs else (found, None)
         return loss * share, outputs
 
     def _in_warmup(self) -> bool:
