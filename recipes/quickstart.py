@@ -43,7 +43,7 @@ class QuickstartArguments:
     num_chunks: int = field(default=3, metadata={"help": "Chunks that learn without waiting for each other."})
     train_rows: int = field(default=320, metadata={"help": "Training examples."})
     held_out_rows: int = field(default=64, metadata={"help": "Questions that are asked before and after."})
-    batch_size: int = field(default=8, metadata={"help": "Examples per update."})
+    batch_size: int = field(default=4, metadata={"help": "Examples per update."})
     learning_rate: float = field(default=1e-3, metadata={"help": "At the start; it falls to 0."})
     dtype: Literal["float32", "bfloat16"] = field(
         default="float32", metadata={"help": "Of the base weights; bfloat16 is faster where the processor has AMX."}
@@ -61,7 +61,14 @@ def train(options: QuickstartArguments, model, tokenizer, encoder: PromptEncoder
     orders = make_orders(options.train_rows, options.seed)
     examples = Dataset.from_list([encoder.encode(conversation(order)) for order in orders])
     config = ZeroLockConfig(
-        task_type="CAUSAL_LM", num_chunks=options.num_chunks, r=16, lora_alpha=32, target_modules=block_linears(model)
+        task_type="CAUSAL_LM",
+        num_chunks=options.num_chunks,
+        readout="blocks",  # the lower chunks read through the last two blocks, which bend them less than the bare head
+        readout_blocks=2,
+        readout_blocks_from="last",
+        r=16,
+        lora_alpha=32,
+        target_modules=block_linears(model),
     )
     args = ZeroLockTrainingArguments(
         output_dir=options.output_dir,
@@ -69,7 +76,7 @@ def train(options: QuickstartArguments, model, tokenizer, encoder: PromptEncoder
         learning_rate=options.learning_rate,
         warmup_steps=3,
         num_train_epochs=1,
-        logging_steps=5,
+        logging_steps=10,
         save_strategy="no",
         report_to=[],
         dataloader_pin_memory=torch.cuda.is_available(),
