@@ -16,12 +16,13 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 key = storage._cdata
-                if key not in self.living:
+                if key not in given and key not in self.living:
                     self.living[key] = storage.nbytes()
                     weakref.finalize(storage, self.living.pop, key, None)
         self.peak = max(self.peak, sum(self.living.values()))
