@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend, convert_outputs_to_fp32
+from accelerate.utils.memory import clear_device_cache
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
@@ -81,7 +82,6 @@ class ZeroLockMixin(SavingMixin):
         self._window, self._windows = -1, 0
         self._exit: EarlyExit | None = None
         self.windows_without_targets = 0
-        contract.prepare_trainable(self.model)
 
     # ---- stages ----
 
@@ -91,15 +91,18 @@ class ZeroLockMixin(SavingMixin):
         if self._staged_model is not self.model:
             config = self.zerolock_config
             vocab = self._frequent_tokens(config) if config.resolved_readout == "vocab" else None
-            self._stages = build_stages(
-                self.model,
-                config,
-                self._is_sliced,
-                self.args.label_smoothing_factor,
-                vocab,
-                self.accelerator.autocast,
-                self._prepare_view,
-            )
+            contract.prepare_trainable(self.model)
+            with torch.random.fork_rng():
+                torch.manual_seed(self.args.seed)
+                self._stages = build_stages(
+                    self.model,
+                    config,
+                    self._is_sliced,
+                    self.args.label_smoothing_factor,
+                    vocab,
+                    self.accelerator.autocast,
+                    self._prepare_view,
+                )
             self._staged_model = self.model
             self._runtime = SequentialRuntime(self._stages, self.accelerator.backward)
         return self._stages
@@ -163,10 +166,22 @@ class ZeroLockMixin(SavingMixin):
     # ---- training ----
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """Trainer's optimizer, with parameter groups of their own for each chunk's adapters and readout."""
+        """Trainer's optimizer, with parameter groups of their own for each chunk's adapters and readout.
+
+        Raises:
+            ValueError: an optimizer was given to the trainer that does not know the readouts' parameters.
+        """
+        self._sums, self._window, self._windows = {}, -1, 0
         if self.optimizer is not None:
-            self.stages  # noqa: B018 - a given optimizer still needs the stages
+            known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+            if any(id(p) not in known for stage in self.stages for p in stage.readout.values()):
+                raise ValueError(
+                    f"The optimizer given to the trainer does not have the parameters of the readouts "
+                    f"(readout={self.zerolock_config.resolved_readout!r}), so they would never learn. Give "
+                    "optimizer_cls_and_kwargs=(class, arguments) instead, or choose readout='lm_head'."
+                )
             return self.optimizer
+        self._staged_model = None  # hooks and checkpointing may have been switched on since the stages were looked at
         learning = nn.ModuleDict({"model": self.model if model is None else model})
         owner: dict[int, tuple[str, bool]] = {}
         for stage in self.stages:
@@ -214,7 +229,7 @@ class ZeroLockMixin(SavingMixin):
         )
         report = self._runtime.submit(entry, partial(self._own_loss, num_items_in_batch))
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
-            self.accelerator.clear()
+            clear_device_cache()
         self._add_to_log(report)
         return report.task[stages[-1].name].to(zero.device)
 

@@ -248,6 +248,67 @@ def test_torch_compile(tmp_path, task):
     assert largest_difference(weights(plain), weights(compiled)) < 1e-4
 
 
+def test_looking_at_the_readouts_before_training_changes_nothing(tmp_path):
+    runs = []
+    for look in (False, True):
+        trainer = make_trainer(
+            tmp_path,
+            chunks={"num_chunks": 2, "readout": "adapter"},
+            model={"attention_dropout": 0.1},
+            activation_checkpointing=True,
+            neftune_noise_alpha=5.0,
+            trainer={"eval_dataset": token_rows(4, seed=2)},
+        )
+        if look:
+            trainer.evaluate(per_chunk=True)
+            torch.manual_seed(0)
+        else:
+            trainer.evaluate()
+            torch.manual_seed(0)
+        trainer.train()
+        assert any(getattr(m, "gradient_checkpointing", False) for m in trainer.stages[0].view.module.modules())
+        runs.append(weights(trainer))
+    assert largest_difference(*runs) == 0.0
+
+
+def test_an_optimizer_of_one_s_own(tmp_path):
+    for readout, refused in (("lm_head", False), ("adapter", True)):
+        trainer = make_trainer(tmp_path, chunks={"num_chunks": 2, "readout": readout})
+        own = torch.optim.SGD([p for p in trainer.model.parameters() if p.requires_grad], lr=0.5)
+        trainer.optimizer = own
+        if refused:
+            with pytest.raises(ValueError, match="readout='adapter'.*optimizer_cls_and_kwargs"):
+                trainer.train()
+        else:
+            before = weights(trainer)
+            trainer.train()
+            assert largest_difference(before, weights(trainer)) > 0
+    trainer = make_trainer(
+        tmp_path,
+        chunks={"num_chunks": 2, "readout": "adapter"},
+        trainer={"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.5})},
+    )
+    trainer.train()
+    assert isinstance(trainer.optimizer.optimizer, torch.optim.SGD)
+
+
+def test_one_step_runs_in_turn_start_from_clean_readout_gradients(tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        chunks={"num_chunks": 2, "readout": "adapter"},
+        max_steps=1,
+        optim="sgd",
+        max_grad_norm=0.0,
+        learning_rate=1e-6,
+    )
+    trainer.train()
+    first = {n: p.grad.clone() for n, p in trainer.readouts.items()}
+    trainer.train()
+    second = {n: p.grad for n, p in trainer.readouts.items()}
+    assert max(g.abs().max() for g in first.values()) > 0
+    assert all((second[n] - first[n]).abs().max() < 0.5 * first[n].abs().max() + 1e-3 for n in first)
+
+
 def test_averaging_tokens_off_and_seeds(tmp_path):
     runs = []
     for seed in (1, 1, 2):
