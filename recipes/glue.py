@@ -93,6 +93,9 @@ class GlueArguments:
     modules_to_save: list[str] | None = field(
         default=None, metadata={"help": "Modules to train and save whole besides the newly initialised ones."}
     )
+    metrics: Literal["local", "evaluate"] = field(
+        default="local", metadata={"help": "Where the task's metrics come from; evaluate fetches them from the Hub."}
+    )
     eval_before: bool = field(default=True, metadata={"help": "Evaluate before training too."})
 
     def __post_init__(self):
@@ -257,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         train_dataset=train_rows,
         eval_dataset=data if len(data) > 1 else data["validation"],
         processing_class=tokenizer,
-        compute_metrics=compute_metrics_for(options.task),
+        compute_metrics=compute_metrics_for(options.task, options.metrics),
         callbacks=[monitor],
     )
     before = trainer.evaluate() if options.eval_before else None

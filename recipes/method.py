@@ -36,6 +36,7 @@ class MethodArguments:
     consistency: Literal["forward", "reverse"] = field(
         default="forward", metadata={"help": "Direction of the consistency term."}
     )
+    consistency_first: bool = field(default=True, metadata={"help": "A consistency term in the first chunk too."})
     readout: Literal["auto", "lm_head", "adapter", "bottleneck", "vocab", "blocks"] = field(
         default="auto", metadata={"help": "What turns the hidden state after a chunk into logits."}
     )
@@ -44,11 +45,17 @@ class MethodArguments:
     readout_blocks_from: Literal["even", "next", "last"] = field(
         default="even", metadata={"help": "Which later blocks a readout of kind blocks takes."}
     )
+    readout_vocab: int | None = field(
+        default=None, metadata={"help": "For vocab: how many of the most frequent answer tokens; default: 4096."}
+    )
     readout_learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate of the readouts; default: the adapters'."}
     )
     readout_warmup_ratio: float = field(
         default=0.0, metadata={"help": "Share of the steps in which only the readouts learn."}
+    )
+    logits_slice: int | None = field(
+        default=256, metadata={"help": "Supervised tokens through the head at a time; null: the model's own loss."}
     )
 
 
@@ -59,12 +66,15 @@ CHUNK_OPTIONS = (
     "train_chunks",
     "alpha",
     "consistency",
+    "consistency_first",
     "readout",
     "readout_dim",
     "readout_blocks",
     "readout_blocks_from",
+    "readout_vocab",
     "readout_learning_rate",
     "readout_warmup_ratio",
+    "logits_slice",
 )
 
 

@@ -2,8 +2,10 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import evaluate
 import numpy as np
 from scipy.stats import ConstantInputWarning, pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
@@ -77,12 +79,34 @@ def glue_metrics(task: str, predictions: Any, labels: Any) -> dict[str, float]:
     return {name: metric(predictions, labels) for name, metric in METRICS[task].items()}
 
 
-def compute_metrics_for(task: str) -> Callable[[EvalPrediction], dict[str, float]]:
-    """Trainer's ``compute_metrics`` for a task: the class with the largest logit, or the score itself for "stsb"."""
+def hub_metrics(task: str) -> Callable[[Any, Any], dict[str, float]]:
+    """The same from the ``evaluate`` library, which fetches its script from the Hub.
+
+    Raises:
+        ValueError: the Hub cannot be reached.
+    """
+    try:
+        metric = evaluate.load("glue", task)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"evaluate.load('glue', {task!r}) cannot reach the Hub ({error}): use --metrics local, which needs no "
+            "network."
+        ) from error
+    return lambda predictions, labels: metric.compute(predictions=predictions, references=labels)
+
+
+def compute_metrics_for(task: str, source: str = "local") -> Callable[[EvalPrediction], dict[str, float]]:
+    """Trainer's ``compute_metrics`` for a task: the class with the largest logit, or the score itself for "stsb".
+
+    Args:
+        task: one of ``METRICS``.
+        source: "local" (:func:`glue_metrics`), or "evaluate" (:func:`hub_metrics`).
+    """
+    measure = partial(glue_metrics, task) if source == "local" else hub_metrics(task)
 
     def compute_metrics(output: EvalPrediction) -> dict[str, float]:
         logits = output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
         predictions = logits.reshape(len(logits)) if task == "stsb" else logits.argmax(axis=-1)
-        return glue_metrics(task, predictions, output.label_ids)
+        return measure(predictions, output.label_ids)
 
     return compute_metrics

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hub_server import HubServer, Repository
 from huggingface_hub import ModelCard
+from tiny_text import CHATML, tiny_llama, tokenizer_with
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from peft_zerolock.hub import check_hub_target, clean_card, explain_failed_push
@@ -208,3 +209,31 @@ def test_other_errors_pass_through_the_push_guard(tmp_path):
         raise KeyError("not the Hub's")
     with pytest.raises(RuntimeError, match="hf upload a/b"), explain_failed_push(tmp_path, "a/b"):
         raise ConnectionError("gone")
+
+
+def test_a_recipe_pushes_its_adapter(tmp_path):
+    """`instruct.py --push_to_hub` from its command line."""
+    tiny_llama(blocks=3).save_pretrained(tmp_path / "model")
+    tokenizer_with(CHATML).save_pretrained(tmp_path / "model")
+    rows = "".join(json.dumps({"prompt": f"say {c}", "completion": c * 3}) + "\n" for c in "abcdefgh")
+    (tmp_path / "train.jsonl").write_text(rows)
+    root = Path(__file__).parents[1]
+    flags = ["--model", "model", "--dataset", "train.jsonl", "--output_dir", "out", "--num_chunks", "3"]
+    flags += ["--max_steps", "2", "--report_to", "none", "--use_cpu", "--max_new_tokens", "2", "--num_samples", "1"]
+    flags += ["--push_to_hub", "--hub_model_id", "tester/answers", "--logging_steps", "1"]
+    with HubServer() as hub:
+        run = subprocess.run(
+            [sys.executable, str(root / "recipes" / "instruct.py"), *flags],
+            env={**hub.environment(tmp_path / "cache"), "PYTHONPATH": str(root)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert run.returncode == 0, run.stderr
+        files = hub.repositories["tester/answers"].files
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md", "summary.json", "losses.png"} <= set(
+        files
+    )
+    for name in ("README.md", "summary.json"):
+        assert str(tmp_path).encode() not in files[name]

@@ -45,3 +45,21 @@ def test_wrong_metric_inputs_are_refused():
         glue_metrics("sst", [1], [1])
     with pytest.raises(ValueError, match=r"shape \(2, 1\) and labels of shape \(2,\)"):
         glue_metrics("sst2", [[1], [0]], [1, 0])
+
+
+def test_the_evaluate_library_is_used_where_it_can_be_reached(monkeypatch):
+    class Loaded:
+        def compute(self, predictions, references):
+            return {"accuracy": float((predictions == references).mean())}
+
+    monkeypatch.setattr(
+        "metrics.evaluate.load", lambda name, task: Loaded() if (name, task) == ("glue", "rte") else None
+    )
+    compute = compute_metrics_for("rte", "evaluate")
+    output = EvalPrediction(predictions=np.array([[0.0, 1.0], [1.0, 0.0]]), label_ids=np.array([1, 1]))
+    assert compute(output) == {"accuracy": 0.5} == compute_metrics_for("rte")(output)
+
+
+def test_an_unreachable_metric_says_what_to_use():
+    with pytest.raises(ValueError, match="--metrics local, which needs no network"):
+        compute_metrics_for("rte", "evaluate")
