@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,30 +24,40 @@ _LORA_SETTINGS = (
     *("r", "lora_alpha", "target_modules", "modules_to_save", "layers_to_transform", "rank_pattern", "alpha_pattern"),
     *("use_rslora", "use_dora", "lora_bias", "bias", "trainable_token_indices"),
 )
-_NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", READOUTS_NAME)
+_NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", READOUTS_NAME)
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 @contextmanager
-def staged(run_dir: str, name: str) -> Iterator[str]:
+def staged(run_dir: str, name: str, writes: bool = True, wait: Callable[[], None] = lambda: None) -> Iterator[str]:
     """Gives a temporary run folder; on success, what was written to `name` in it becomes `run_dir/name`.
 
     The new folder gets a marker that it is complete, then its name. A crash at any moment leaves either what was
     there before or the complete new folder, never a mixture; what a killed process leaves is cleared up here and in
-    `newest_complete`. Only one process may write to a run folder.
+    `newest_complete`.
+
+    Args:
+        writes: whether this process makes the folders and gives them their names; one of several does.
+        wait: returns when every process has come here.
     """
-    clear_leftovers(run_dir)
     temporary = Path(run_dir, f"_{name}.incomplete")
-    temporary.mkdir(parents=True)
     target = Path(run_dir, name)
+    if writes:
+        clear_leftovers(run_dir)
+        temporary.mkdir(parents=True)
+    wait()
     try:
         yield str(temporary)
-        _write_marker(temporary / name)
-        if target.exists():
-            os.replace(target, temporary / "replaced")
-        os.replace(temporary / name, target)
+        wait()
+        if writes:
+            _write_marker(temporary / name)
+            if target.exists():
+                os.replace(target, temporary / "replaced")
+            os.replace(temporary / name, target)
     finally:
-        clear_leftovers(run_dir)
+        if writes:
+            clear_leftovers(run_dir)
+    wait()
 
 
 def clear_leftovers(run_dir: str) -> None:
@@ -121,6 +131,7 @@ def fault_of(folder: str) -> str | None:
         if _digest(path) != digest:
             return f"{name} has been changed"
     absent = [name for name in _NEEDED if name not in expected]
+    absent += [] if {"rng_state.pth", "rng_state_0.pth"} & set(expected) else ["rng_state.pth"]
     if absent:
         return f"it has no {', '.join(absent)} (save_only_model=True leaves them out)"
     return None

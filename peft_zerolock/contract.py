@@ -8,6 +8,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
+from transformers.training_args import ParallelMode
 
 from .blocks import find_blocks
 from .config import ZeroLockConfig
@@ -136,11 +137,8 @@ def check_arguments(args: Any) -> None:
         split = {name: size for name, size in sizes.items() if size and size > 1}
         if split:
             refuse(f"parallelism_config with {split}", "sequences and weights cannot be split. Leave it out.")
-    if args.world_size > 1:
-        refuse(
-            f"{args.world_size} processes",
-            "data parallel is not there yet. Start one process, with a larger batch or more accumulation.",
-        )
+    if args.world_size > 1 and args.parallel_mode != ParallelMode.DISTRIBUTED:
+        refuse(f"parallel mode {args.parallel_mode}", "start the processes with torchrun or accelerate launch.")
 
 
 def prepare_trainable(model: nn.Module) -> None:

@@ -43,7 +43,8 @@ class SavingMixin(_Trainer):
             ValueError: the checkpoint is damaged, there is none, or it was trained with other chunk settings.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = checkpoint.newest_complete(self.args.output_dir)
+            with self.args.main_process_first(local=False):
+                resume_from_checkpoint = checkpoint.newest_complete(self.args.output_dir)
         if resume_from_checkpoint:
             checkpoint.check_resumable(resume_from_checkpoint, self.zerolock_config)
         return super().train(resume_from_checkpoint or None, *args, **kwargs)
@@ -60,26 +61,31 @@ class SavingMixin(_Trainer):
         run_dir = self._get_output_dir(trial)
         name = f"checkpoint-{self.state.global_step}"
         final = os.path.join(run_dir, name)
-        with checkpoint.staged(run_dir, name) as temporary:
+        writes, wait = self.args.should_save, self.accelerator.wait_for_everyone
+        with checkpoint.staged(run_dir, name, writes, wait) as temporary:
             self._staging = temporary
             try:
                 super()._save_checkpoint(model, trial)
             finally:
                 self._staging = None
             written = os.path.join(temporary, name)
-            checkpoint.save_readouts(written, self.readouts)
             if self.state.best_model_checkpoint == written:
                 self.state.best_model_checkpoint = final
+            if writes:
+                checkpoint.save_readouts(written, self.readouts)
                 self.state.save_to_json(os.path.join(written, TRAINER_STATE_NAME))
         if self.args.push_to_hub:
             super()._push_from_checkpoint(final)
-        rotate_checkpoints(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
+        if writes:
+            rotate_checkpoints(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Called while a checkpoint is being written; it is pushed when it is complete."""
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Trainer's, by way of a temporary folder: a failed save leaves the earlier files as they were."""
+        if not self.args.should_save:
+            return
         with checkpoint.replaced_files(output_dir or self.args.output_dir) as temporary:
             super()._save(temporary, state_dict)
             self._clean_card(temporary)

@@ -116,8 +116,10 @@ class Stage:
             ports.entered, ports.left, ports.read = main
 
     @property
-    def _has_consistency(self) -> bool:
-        return self.config.alpha < 1 and (self.index > 0 or self.config.consistency_first)
+    def has_consistency(self) -> bool:
+        """Whether the chunk's objective has a consistency term."""
+        used = self.learns or self.is_last
+        return used and self.config.alpha < 1 and (self.index > 0 or self.config.consistency_first)
 
     def _token_terms(self, entry: Entry) -> Terms:
         assert self.tail is not None
@@ -126,7 +128,7 @@ class Stage:
         read = self.view.ports.read
         assert read is not None
         hidden, previous = read[mask], None
-        if self._has_consistency:
+        if self.has_consistency:
             previous = self._previous(entry)[1][mask]
         objective = TokenObjective(
             self.tail,
@@ -148,8 +150,8 @@ class Stage:
     def _output_terms(self, entry: Entry, loss_of: LossFunction) -> Terms:
         ports = self.view.ports
         ports.last_position_only = False
-        task, outputs = loss_of(self.view.module, dict(entry.inputs), self._has_consistency)
-        if not self._has_consistency:
+        task, outputs = loss_of(self.view.module, dict(entry.inputs), self.has_consistency)
+        if not self.has_consistency:
             return mix(task, None, 1.0)
         previous = output_of(self._previous(entry)[0])
         logits, labels = output_of(outputs), entry.inputs.get("labels")

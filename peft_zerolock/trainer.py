@@ -17,6 +17,7 @@ from .admission import evaluation_mode
 from .blocks import Slot
 from .config import ZeroLockConfig
 from .early_exit import EarlyExit
+from .parallel import GradientAverage, same_start
 from .readout import DEFAULT_VOCAB
 from .runtime import SequentialRuntime, WindowReport
 from .saving import SavingMixin
@@ -76,6 +77,9 @@ class ZeroLockMixin(SavingMixin):
                 kwargs["peft_config"] = peft_config
         super().__init__(model, args, *positional, **kwargs)
         contract.check_model(self.model)
+        # In evaluation mode accelerate leaves out DistributedDataParallel, whose one backward pass we do not have.
+        self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+        self._average = GradientAverage()
         self._stages: list[Stage] = []
         self._staged_model: nn.Module | None = None
         self._sums: dict[str, Tensor] = {}
@@ -104,7 +108,8 @@ class ZeroLockMixin(SavingMixin):
                     self._prepare_view,
                 )
             self._staged_model = self.model
-            self._runtime = SequentialRuntime(self._stages, self.accelerator.backward)
+            finished = self._average.start if self.accelerator.num_processes > 1 else lambda stage: None
+            self._runtime = SequentialRuntime(self._stages, self.accelerator.backward, finished)
         return self._stages
 
     @property
@@ -191,6 +196,8 @@ class ZeroLockMixin(SavingMixin):
                 learning[stage.name] = nn.ParameterDict(
                     {name.replace(".", "/"): parameter for name, parameter in stage.readout.items()}
                 )
+        if self.accelerator.num_processes > 1:
+            same_start(p for p in learning.parameters() if p.requires_grad)
         optimizer = super().create_optimizer(learning)
         groups = []
         for group in optimizer.param_groups:
@@ -220,14 +227,19 @@ class ZeroLockMixin(SavingMixin):
             for parameter in self.readouts.values():
                 parameter.grad = None
         zero = torch.zeros((), device=self.args.device)
+        ends_window = self.accelerator.sync_gradients
         if not self._has_targets(inputs, num_items_in_batch):
+            for stage in stages if ends_window else ():
+                self._runtime.finished(stage)
+            self._average.wait()
             return zero
         count = self._supervised_count(inputs, num_items_in_batch)
         scaler = self.accelerator.scaler
         entry = Entry(
             inputs, count, grad_scale=scaler.get_scale() if scaler is not None else 1.0, warmup=self._in_warmup()
         )
-        report = self._runtime.submit(entry, partial(self._own_loss, num_items_in_batch))
+        report = self._runtime.submit(entry, partial(self._own_loss, num_items_in_batch), ends_window)
+        self._average.wait()
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             clear_device_cache()
         self._add_to_log(report)
@@ -302,13 +314,18 @@ class ZeroLockMixin(SavingMixin):
         for kind, values in (("loss", report.task), ("consistency", report.consistency)):
             for name, value in values.items():
                 key = f"{kind}/{name}"
-                self._sums[key] = self._sums.get(key, 0) + value
+                self._sums[key] = self._sums[key] + value if key in self._sums else value
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         """Trainer's log, with each chunk's task and consistency terms (means over the windows since the last one)."""
-        if "loss" in logs and self._sums:
-            means = {key: float(total) / self._windows for key, total in sorted(self._sums.items())}
-            logs = {**logs, **{key: round(mean, 6) + 0.0 for key, mean in means.items()}}
+        if "loss" in logs and self._windows:
+            names = [f"loss/{s.name}" for s in self._stages if s.learns or s.is_last]
+            names += [f"consistency/{s.name}" for s in self._stages if s.has_consistency]
+            zero = torch.zeros((), device=self.args.device)
+            means = torch.stack([self._sums.get(name, zero).to(zero) for name in names]) / self._windows
+            if self.accelerator.num_processes > 1:
+                means = self.accelerator.reduce(means, "mean")
+            logs = {**logs, **{name: round(mean, 6) + 0.0 for name, mean in zip(names, means.tolist(), strict=True)}}
             self._sums, self._windows = {}, 0
         super().log(logs, *args, **kwargs)
 

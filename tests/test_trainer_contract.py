@@ -364,16 +364,12 @@ def test_refused_environments(tmp_path, attribute, value, message):
         check_arguments(args)
 
 
-def test_several_processes_and_split_sequences_are_refused(tmp_path, monkeypatch):
+def test_split_sequences_are_refused(tmp_path):
     from accelerate.parallelism_config import ParallelismConfig
 
     args = arguments(tmp_path)
     args.parallelism_config = ParallelismConfig(cp_size=2)
     with pytest.raises(ValueError, match=r"parallelism_config with \{'cp': 2\}"):
-        check_arguments(args)
-    args = arguments(tmp_path)
-    monkeypatch.setattr(type(args), "world_size", property(lambda self: 2))
-    with pytest.raises(ValueError, match="2 processes.*Start one process"):
         check_arguments(args)
 
 

@@ -22,12 +22,18 @@ class SequentialRuntime:
     Args:
         stages: first to last.
         backward: runs the backward pass of a scalar (Trainer's, with its loss scale).
+        finished: called with a stage when its last backward pass of the update window is done.
     """
 
-    def __init__(self, stages: list[Stage], backward: Callable[[Tensor], None]):
-        self.stages, self.backward = stages, backward
+    def __init__(
+        self,
+        stages: list[Stage],
+        backward: Callable[[Tensor], None],
+        finished: Callable[[Stage], None] = lambda stage: None,
+    ):
+        self.stages, self.backward, self.finished = stages, backward, finished
 
-    def submit(self, entry: Entry, loss_of: LossFunction) -> WindowReport:
+    def submit(self, entry: Entry, loss_of: LossFunction, ends_window: bool = True) -> WindowReport:
         """Takes one micro-batch through all the stages; their gradients are added up until the window ends."""
         report = WindowReport()
         for stage in self.stages:
@@ -40,6 +46,8 @@ class SequentialRuntime:
                 if terms.consistency is not None:
                     report.consistency[stage.name] = terms.consistency
             del terms
+            if ends_window:
+                self.finished(stage)
             if not stage.is_last:
                 entry = replace(entry, hidden=sent[0])
         return report
