@@ -123,6 +123,7 @@ def test_pissa_starts_at_the_models_own_function(tmp_path, readout):
 )
 def test_a_chunk_without_adapters_has_neither_graph_nor_readout(tmp_path, block, learning, still):
     trainer = make_trainer(tmp_path, config={"layers_to_transform": [block], "readout": "blocks"})
+    trainer.create_optimizer()  # makes the stages that are trained
     stages = {stage.name: stage for stage in trainer.stages}
     assert len(stages[learning].adapters) == 4
     assert (stages[still].adapters, stages[still].readout) == ({}, {})
