@@ -22,7 +22,7 @@ quickstart: setup
 	$(BIN)/python recipes/quickstart.py
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 quality: setup
 	$(BIN)/ruff check .
