@@ -196,8 +196,9 @@ def _located_rows(source: Any, split: str, config: str | None, columns: Columns 
 
 
 def _is_hub_name(name: str) -> bool:
-    looks_local = name.startswith((".", "/", "~")) or "\\" in name or Path(name).suffix.lower() in READERS
-    return not looks_local and not Path(name).exists() and name.count("/") <= 1
+    looks_local = name.startswith((".", "/", "~")) or name.endswith("/") or "\\" in name
+    is_file = Path(name).suffix.lower() in READERS
+    return not looks_local and not is_file and not Path(name).exists() and name.count("/") <= 1
 
 
 def _hub_rows(name: str, split: str, config: str | None) -> Iterable[Located]:

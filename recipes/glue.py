@@ -28,12 +28,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from arguments import RecipeParser
-from data import DataError, RowReport, SplitNotFound, drop_long_rows, load_rows
+from arguments import RecipeParser, one_line_errors
+from data import RowReport, SplitNotFound, drop_long_rows, load_rows
 from datasets import Dataset
-from method import MethodArguments, make_config, make_trainer
+from method import MethodArguments, checkpoint_to_resume, make_config, make_trainer
 from metrics import compute_metrics_for
-from models import new_modules, resolve_model
+from models import check_length, loading, new_modules, resolve_model
 from report import RunMonitor, finish, push, save_adapter, show_log
 from transformers import (
     AutoModelForSequenceClassification,
@@ -179,20 +179,24 @@ def load_model(options: GlueArguments) -> tuple[PreTrainedModel, PreTrainedToken
     """
     names = TASKS[options.task][1]
     source = resolve_model(options.model)
-    tokenizer = AutoTokenizer.from_pretrained(source.path, **source.tokenizer_kwargs())
+    with loading(options.model):
+        tokenizer = AutoTokenizer.from_pretrained(source.path, **source.tokenizer_kwargs())
     if names:
         head = {"num_labels": len(names), "id2label": dict(enumerate(names))}
         head |= {"label2id": {name: number for number, name in enumerate(names)}}
     else:
         head = {"num_labels": 1, "problem_type": "regression"}
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        source.path, dtype=options.dtype, output_loading_info=True, **head, **source.model_kwargs()
-    )
+    with loading(options.model):
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            source.path, dtype=options.dtype, output_loading_info=True, **head, **source.model_kwargs()
+        )
     set_padding(model, tokenizer)
-    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length]
-    limit = min(limit for limit in limits if limit and limit > 0)
-    if options.max_length > limit:
-        raise ValueError(f"max_length={options.max_length}, but {options.model} takes {limit} tokens at most.")
+    check_length(options.model, options.max_length, model, tokenizer)
+    parts = [name for name, _ in model.named_modules()]
+    for wanted in options.modules_to_save or []:
+        if not any(f".{name}".endswith(f".{wanted}") for name in parts):
+            beside = ", ".join(name for name, _ in model.named_children())
+            raise ValueError(f"modules_to_save: {options.model} has no module {wanted!r}; it consists of {beside}.")
     modules = new_modules(model, info["missing_keys"])
     if modules:
         logger.info("newly initialised, hence trained and saved whole: %s", ", ".join(modules))
@@ -236,37 +240,36 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run one training from the command line; returns the summary.
 
     Raises:
-        SystemExit: an unknown option, damaged data, or a failed push; the message says what to do.
+        SystemExit: an unknown option, damaged data, a model or settings that do not fit, or a failed push; the
+            message says what to do.
     """
     options, method, args = RecipeParser(ARGUMENTS, "glue.py").parse(sys.argv[1:] if argv is None else argv)
     show_log(args, "glue")
     set_seed(args.seed)
-    try:
-        data, reports = read_data(options)
-    except DataError as error:
-        raise SystemExit(f"glue.py: {error}") from error
-    model, tokenizer, modules_to_save = load_model(options)
-    data = {
-        name: encode(rows, options, tokenizer, reports[name], options.drop_long_rows and name == "train")
-        for name, rows in data.items()
-    }
-    train_rows = data.pop("train")
     monitor = RunMonitor(args)
-    trainer = make_trainer(
-        method,
-        model,
-        make_config(method, model, "SEQ_CLS", modules_to_save),
-        args,
-        train_dataset=train_rows,
-        eval_dataset=data if len(data) > 1 else data["validation"],
-        processing_class=tokenizer,
-        compute_metrics=compute_metrics_for(options.task, options.metrics),
-        callbacks=[monitor],
-    )
+    with one_line_errors("glue.py", args.log_level == "debug"):
+        data, reports = read_data(options)
+        model, tokenizer, modules_to_save = load_model(options)
+        data = {
+            name: encode(rows, options, tokenizer, reports[name], options.drop_long_rows and name == "train")
+            for name, rows in data.items()
+        }
+        train_rows = data.pop("train")
+        trainer = make_trainer(
+            method,
+            model,
+            make_config(method, model, "SEQ_CLS", modules_to_save),
+            args,
+            train_dataset=train_rows,
+            eval_dataset=data if len(data) > 1 else data["validation"],
+            processing_class=tokenizer,
+            compute_metrics=compute_metrics_for(options.task, options.metrics),
+            callbacks=[monitor],
+        )
+        resume = checkpoint_to_resume(trainer)
     before = trainer.evaluate() if options.eval_before else None
     set_seed(args.seed)  # so that the evaluation above changes nothing
-    resume = args.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=resume.lower() in ("true", "last") or resume if resume else None)
+    trainer.train(resume_from_checkpoint=resume)
     after = trainer.evaluate()
     save_adapter(trainer)
     extra = {

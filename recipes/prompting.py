@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from readers import named
 
 IGNORE = -100
 ROLES = ("system", "user", "assistant")
@@ -57,9 +58,7 @@ def to_messages(row: dict[str, Any]) -> list[dict[str, str]]:
 
 def _checked_messages(value: Any) -> list[dict[str, str]]:
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise ValueError(
-            f"column 'messages' is {type(value).__name__}; expected a list of {{'role', 'content'}} objects."
-        )
+        raise ValueError(f"column 'messages' is {named(value)}; expected a list of {{'role', 'content'}} objects.")
     for message in value:
         if message.get("role") not in ROLES:
             raise ValueError(f"role {message.get('role')!r} in 'messages'; allowed are {', '.join(ROLES)}.")
@@ -69,9 +68,8 @@ def _checked_messages(value: Any) -> list[dict[str, str]]:
 def _text(row: dict[str, Any], name: str) -> str:
     value = row.get(name)
     if not isinstance(value, str):
-        raise ValueError(
-            f"{name!r} is {type(value).__name__} ({value!r:.60}); expected a string. Correct or drop the row."
-        )
+        shown = "" if value is None else f" ({value!r:.60})"
+        raise ValueError(f"{name!r} is {named(value)}{shown}, not a string. Correct or drop the row.")
     return value
 
 

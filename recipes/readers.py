@@ -17,6 +17,11 @@ KIND_NAMES = {str: "a string", int: "a whole number", float: "a number", list: "
 JSON_NAMES = {**KIND_NAMES, type(None): "null", bool: "true or false"}
 
 
+def named(value: Any) -> str:
+    """The kind of a value in JSON's words: "null", "a list" ..."""
+    return JSON_NAMES.get(type(value), type(value).__name__)
+
+
 @dataclass(frozen=True)
 class Located:
     """One row and its place.
@@ -53,7 +58,7 @@ def coerced(value: Any, kinds: tuple[type, ...], name: str, untyped: bool) -> An
         value = float(value)
     if isinstance(value, bool) and bool not in kinds or not isinstance(value, kinds):
         allowed = " or ".join(KIND_NAMES.get(kind, kind.__name__) for kind in kinds)
-        given = JSON_NAMES.get(type(value), type(value).__name__)
+        given = named(value)
         shown = "" if value is None else f" ({value!r:.60})"
         raise ValueError(f"column {name!r} is {given}{shown}, not {allowed}")
     if isinstance(value, float) and not math.isfinite(value):
@@ -179,5 +184,5 @@ def _refuse_constant(name: str) -> None:
 
 def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"the row is {JSON_NAMES.get(type(value), type(value).__name__)}, not an object")
+        raise ValueError(f"the row is {named(value)}, not an object")
     return value

@@ -2,7 +2,7 @@
 
 import glue
 import pytest
-from arguments import RecipeParser
+from arguments import RecipeParser, one_line_errors
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,8 @@ from arguments import RecipeParser
         (["more"], "unexpected 'more'; options begin with --"),
         (["--train_file", "a.csv"], "train_file and validation_file belong together"),
         (["--max_length", "0"], "max_length=0: it must be at least 1"),
+        (["--alpha", "0"], "alpha=0.0 is not valid: it must be in (0, 1]"),
+        (["--logits_slice", "two"], "--logits-slice: invalid int value: 'two'"),
     ],
 )
 def test_unknown_and_wrong_options_are_refused(flags, message, capsys):
@@ -26,7 +28,8 @@ def test_unknown_and_wrong_options_are_refused(flags, message, capsys):
     "text, message",
     [
         ("tsk: sst2", "unknown option 'tsk'; did you mean task"),
-        ("- sst2", "holds list; expected one `option: value` a line"),
+        ("- sst2", "holds a list; expected one `option: value` a line"),
+        ("", "is empty; expected one `option: value` a line"),
         ("task: [", "is not valid YAML"),
         ("r: null", "r is null; give a value, or leave it out for the default 8"),
         ("eval_strategy: no", 'YAML takes what eval_strategy is set to for False; put it in quotes, such as "no"'),
@@ -47,3 +50,22 @@ def test_flags_override_the_yaml_file(tmp_path):
     options, method, args = parser.parse([str(path), "--task", "rte", "--weight_decay", "0.1"])
     assert (options.task, options.model, method.chunk_sizes, method.num_chunks) == ("rte", "minilm-l6", [2, 4], None)
     assert (args.learning_rate, args.weight_decay) == (2e-4, 0.1)
+
+
+@pytest.mark.parametrize("word", ["null", "None"])
+def test_null_is_a_value_where_it_differs_from_the_default(tmp_path, word):
+    path = tmp_path / "run.yaml"
+    path.write_text("task: sst2\nmodel: m\nlogits_slice: null\n")
+    parser = RecipeParser(glue.ARGUMENTS, "glue.py")
+    assert parser.parse([str(path)])[1].logits_slice is None
+    assert parser.parse(["--task", "sst2", "--model", "m", "--logits_slice", word])[1].logits_slice is None
+    assert parser.parse([str(path), "--logits_slice", "8"])[1].logits_slice == 8
+
+
+def test_errors_before_training_are_one_message_unless_debugging():
+    with pytest.raises(SystemExit, match="^glue.py: no such thing$"), one_line_errors("glue.py"):
+        raise OSError("no such thing")
+    with pytest.raises(ValueError, match="^with its traceback$"), one_line_errors("glue.py", debug=True):
+        raise ValueError("with its traceback")
+    with pytest.raises(KeyError), one_line_errors("glue.py"):
+        raise KeyError("not the user's")

@@ -120,8 +120,25 @@ def test_damaged_data_stops_the_run_with_the_place(bert, data, tmp_path):
 
 
 def test_a_length_that_the_model_cannot_take_is_refused(bert, data, tmp_path):
-    with pytest.raises(ValueError, match="max_length=64, but .* takes 32 tokens at most"):
+    with pytest.raises(SystemExit, match="glue.py: max_length=64, but .* takes 32 tokens at most"):
         run(bert, data, tmp_path / "out", "--task", "sst2", "--max_length", "64")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--num_chunks", "9"], "num_chunks=9: the model has 2"),
+        (["--readout", "vocab"], "readout='vocab' replaces a language-model head"),
+        (["--modules_to_save", "poolr"], "has no module 'poolr'; it consists of bert, dropout, classifier"),
+        (["--model", "absent/"], "model 'absent/' does not exist"),
+        (["--model", "absent"], "model 'absent' cannot be loaded: (.|\n)*Correct the name"),
+        (["--resume_from_checkpoint", "true"], "has no complete checkpoint"),
+    ],
+)
+def test_a_model_and_settings_that_do_not_fit_are_one_message(bert, data, tmp_path, flags, message, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(SystemExit, match=f"^glue.py: (.|\n)*{message}"):
+        run(bert, data, tmp_path / "out", "--task", "sst2", "--max_length", "32", *flags)
 
 
 # ---- runs ----

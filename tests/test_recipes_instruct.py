@@ -143,10 +143,30 @@ def test_wrong_options_are_refused(model_folder, tmp_path, flags, message, capsy
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--eval_split", "test"], "eval_split is 'test', but files have no splits"),
+        (["--max_length", "99999"], "max_length=99999, but .* takes 2048 tokens at most"),
+        (["--num_chunks", "4"], "num_chunks=4: the model has 3 block"),
+        (["--resume_from_checkpoint", "checkpoint-9"], "is not a complete checkpoint"),
+        (
+            ["--resume_from_checkpoint", "checkpoint-9", "--method", "bp"],
+            "no checkpoint to resume from in 'checkpoint",
+        ),
+        (["--resume_from_checkpoint", "true", "--method", "bp"], "there is no checkpoint to resume from in '.*out'"),
+    ],
+)
+def test_settings_that_do_not_fit_are_one_message(model_folder, tmp_path, flags, message):
+    data = written(tmp_path / "train.jsonl", ROWS)
+    with pytest.raises(SystemExit, match=f"^instruct.py: .*{message}"):
+        run(model_folder, data, tmp_path / "out", *flags)
+
+
 def test_a_missing_chat_template_is_an_error_before_the_data_are_read(model_folder, tmp_path):
     tiny_llama().save_pretrained(tmp_path)
     tokenizer_with().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="has no chat template.*--prompt_format plain"):
+    with pytest.raises(SystemExit, match="instruct.py: .*has no chat template.*--prompt_format plain"):
         run(tmp_path, tmp_path / "absent.jsonl", tmp_path / "out", "--prompt_format", "chat")
 
 

@@ -136,8 +136,8 @@ def test_columns(row, prompt, answer):
     ("row", "message"),
     [
         ({"text": "t"}, r"columns \['text'\]; expected one of messages \| prompt\+completion"),
-        ({"question": "q", "answer": None}, "'answer' is NoneType"),
-        ({"question": ["q"], "answer": "a"}, "'question' is list"),
+        ({"question": "q", "answer": None}, "'answer' is null, not a string"),
+        ({"question": ["q"], "answer": "a"}, "'question' is a list"),
         ({"question": "q", "answer": " \n"}, "an empty answer, so its loss mask would be all zero"),
         ({"messages": conversation([("user", "u")])}, r"no assistant turn \(roles: \['user'\]\)"),
         ({"messages": conversation([("assistant", "u")])}, "begins with the assistant"),
@@ -145,8 +145,8 @@ def test_columns(row, prompt, answer):
             {"messages": conversation([("tool", "u")])},
             "role 'tool' in 'messages'; allowed are system, user, assistant",
         ),
-        ({"messages": "u"}, "column 'messages' is str"),
-        ({"messages": [{"role": "user", "content": None}]}, "'content' is NoneType"),
+        ({"messages": "u"}, "column 'messages' is a string"),
+        ({"messages": [{"role": "user", "content": None}]}, "'content' is null"),
     ],
 )
 def test_rows_without_a_conversation_are_refused(row, message):
