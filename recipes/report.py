@@ -37,6 +37,8 @@ def show_log(args: TrainingArguments, script: str) -> None:
 class RunMonitor(TrainerCallback):
     """Times the optimizer steps (no evaluation, saving or data loading) and starts the count of peak memory.
 
+    A run with fewer steps than ``logging_steps`` logs about ten times instead of never, so that every run has a plot.
+
     Args:
         args: the run's arguments; counting of input tokens (without padding) is switched on in them.
 
@@ -54,7 +56,9 @@ class RunMonitor(TrainerCallback):
         self._tokens_before = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Forget what happened before training, such as a resumed run's tokens."""
+        """Forget what happened before training, such as a resumed run's tokens; see that a short run logs too."""
+        if state.logging_steps > state.max_steps > 0:
+            state.logging_steps = max(1, state.max_steps // 10)
         self.seconds, self.tokens, self._tokens_before = 0.0, 0, state.num_input_tokens_seen
         if torch.cuda.is_available():
             for device in range(torch.cuda.device_count()):

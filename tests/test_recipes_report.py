@@ -111,6 +111,14 @@ def test_tokens_and_seconds_of_a_resumed_run_are_its_own():
     assert monitor.tokens == 30
 
 
+@pytest.mark.parametrize(("steps", "every", "used"), [(4, 500, 1), (200, 500, 20), (4, 2, 2), (500, 500, 500)])
+def test_a_run_shorter_than_logging_steps_logs_all_the_same(steps, every, used):
+    args = TrainingArguments("unused", use_cpu=True)
+    state = TrainerState(max_steps=steps, logging_steps=every)
+    RunMonitor(args).on_train_begin(args, state, TrainerControl())
+    assert state.logging_steps == used
+
+
 def test_peak_memory_counts_what_was_allocated():
     before, meaning = peak_memory()
     block = bytearray(b"x") * (int(before) * 2**20 + 64 * 2**20)

@@ -43,7 +43,7 @@ def comment_above(lines: list[str], number: int) -> str:
 
 
 def test_there_are_files_for_both_scripts():
-    assert {script_of(path) for path in FILES} >= {"glue"}
+    assert {script_of(path) for path in FILES} >= {"glue", "instruct"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
