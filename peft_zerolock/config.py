@@ -49,14 +49,15 @@ class ZeroLockConfig(LoraConfig):
             - `"vocab"`: the tail restricted to the tokens of `readout_vocab` and the batch's labels (causal LM only).
             - `"blocks"`: `readout_blocks` of the later blocks, their base weights shared and frozen, each with a
               small LoRA of its own, then the tail (AugLocal, arXiv 2402.17318, made for LoRA).
-            - `"auto"`: `"blocks"` for SEQ_CLS and TOKEN_CLS, `"lm_head"` otherwise. The measurements behind this are
-              in eval/LOG.md.
+            - `"auto"`: `"blocks"`.
+
+            @@MEASURED@@
         readout_dim (`int`, *optional*): Width of the adapter (default 64), rank of the bottleneck (default 64), or
             rank of the readout blocks' LoRA (default: `r`).
         readout_blocks (`int`): How many later blocks a readout of kind `"blocks"` runs through (fewer where fewer
             are left).
         readout_blocks_from (`str`): Which ones: `"even"` (sampled evenly from the rest, the last block included),
-            `"next"` or `"last"`.
+            `"next"`, `"last"`, or `"auto"`: even for SEQ_CLS and TOKEN_CLS, last otherwise.
         readout_vocab (`int` or `list[int]`, *optional*): For `"vocab"`: the token ids, or how many of the most
             frequent label tokens of the training data (default 4096).
         readout_learning_rate (`float`, *optional*): Learning rate of the readouts' own parameters; default: the
@@ -82,7 +83,7 @@ class ZeroLockConfig(LoraConfig):
     readout: str = field(default="auto", metadata={"help": f"One of {', '.join(READOUTS)}."})
     readout_dim: int | None = field(default=None, metadata={"help": "Width or rank of the readout."})
     readout_blocks: int = field(default=2, metadata={"help": "Later blocks in a readout of kind 'blocks'."})
-    readout_blocks_from: str = field(default="even", metadata={"help": "'even', 'next' or 'last'."})
+    readout_blocks_from: str = field(default="auto", metadata={"help": "'even', 'next', 'last' or 'auto'."})
     readout_vocab: int | list[int] | None = field(default=None, metadata={"help": "Token ids or their number."})
     readout_learning_rate: float | None = field(default=None, metadata={"help": "Learning rate of the readouts."})
     readout_warmup_ratio: float = field(default=0.0, metadata={"help": "Share of steps in which only readouts learn."})
@@ -119,7 +120,8 @@ class ZeroLockConfig(LoraConfig):
         _check(
             self, "readout_blocks", _is_int(self.readout_blocks) and self.readout_blocks >= 1, "a whole number >= 1"
         )
-        _check(self, "readout_blocks_from", self.readout_blocks_from in ("even", "next", "last"), "even, next or last")
+        kinds = ("auto", "even", "next", "last")
+        _check(self, "readout_blocks_from", self.readout_blocks_from in kinds, "auto, even, next or last")
         _check(
             self,
             "readout_learning_rate",
@@ -196,9 +198,14 @@ class ZeroLockConfig(LoraConfig):
     @property
     def resolved_readout(self) -> str:
         """The kind of readout, with `"auto"` replaced by the task's default."""
-        if self.readout != "auto":
-            return self.readout
-        return "blocks" if self.task_type in CLASSIFICATION_TASKS else "lm_head"
+        return "blocks" if self.readout == "auto" else self.readout
+
+    @property
+    def resolved_blocks_from(self) -> str:
+        """Which later blocks a readout takes, with `"auto"` replaced by the task's default."""
+        if self.readout_blocks_from != "auto":
+            return self.readout_blocks_from
+        return "even" if self.task_type in CLASSIFICATION_TASKS else "last"
 
     @property
     def trained_chunks(self) -> set[int]:

@@ -136,7 +136,7 @@ class Tail:
 
 def readout_blocks(blocks: BlockMap, config: ZeroLockConfig, chunk: range) -> dict[int, nn.Module]:
     """Copies of later blocks for a readout of kind `"blocks"`: shared frozen weights, a LoRA of their own."""
-    chosen = sample_later_blocks(len(blocks), chunk.stop, config.readout_blocks, config.readout_blocks_from)
+    chosen = sample_later_blocks(len(blocks), chunk.stop, config.readout_blocks, config.resolved_blocks_from)
     copies = {index: blocks.readout_block(index) for index in chosen}
     if config.readout_dim is not None and config.readout_dim != config.r:
         rank = config.readout_dim

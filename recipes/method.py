@@ -45,8 +45,8 @@ class MethodArguments:
     )
     readout_dim: int | None = field(default=None, metadata={"help": "Width or rank of the readout."})
     readout_blocks: int = field(default=2, metadata={"help": "Later blocks in a readout of kind blocks."})
-    readout_blocks_from: Literal["even", "next", "last"] = field(
-        default="even", metadata={"help": "Which later blocks a readout of kind blocks takes."}
+    readout_blocks_from: Literal["auto", "even", "next", "last"] = field(
+        default="auto", metadata={"help": "Which later blocks a readout of kind blocks takes."}
     )
     readout_vocab: int | None = field(
         default=None, metadata={"help": "For vocab: how many of the most frequent answer tokens; default: 4096."}

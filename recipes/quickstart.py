@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from arguments import RecipeParser
+from arguments import RecipeParser, one_line_errors
 from datasets import Dataset
-from models import ModelSource, block_linears, resolve_model
+from models import ModelSource, block_linears, loading, resolve_model
 from orders import HELD_OUT_FAMILIES, conversation, exact_matches, make_orders
 from packing import PaddingCollator
 from prompting import PromptEncoder, generate_answers
@@ -29,6 +29,7 @@ from report import RunMonitor, finish, save_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from peft_zerolock import ZeroLockConfig, ZeroLockTrainer, ZeroLockTrainingArguments
+from peft_zerolock.blocks import find_blocks
 
 MAX_NEW_TOKENS = 28
 """Enough for the longest right answer."""
@@ -40,6 +41,7 @@ class QuickstartArguments:
 
     model: str = field(default="smollm2-135m", metadata={"help": "Hub name, local folder, or smollm2-135m (a wheel)."})
     output_dir: str = field(default="outputs/quickstart", metadata={"help": "Where the adapter is saved."})
+    readout: str = field(default="auto", metadata={"help": "As in ZeroLockConfig; try lm_head, the paper's."})
     num_chunks: int = field(default=3, metadata={"help": "Chunks that learn without waiting for each other."})
     train_rows: int = field(default=320, metadata={"help": "Training examples."})
     held_out_rows: int = field(default=64, metadata={"help": "Questions that are asked before and after."})
@@ -63,9 +65,7 @@ def train(options: QuickstartArguments, model, tokenizer, encoder: PromptEncoder
     config = ZeroLockConfig(
         task_type="CAUSAL_LM",
         num_chunks=options.num_chunks,
-        readout="blocks",  # the lower chunks read through the last two blocks, which bend them less than the bare head
-        readout_blocks=2,
-        readout_blocks_from="last",
+        readout=options.readout,
         r=16,
         lora_alpha=32,
         target_modules=block_linears(model),
@@ -126,10 +126,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     start = time.perf_counter()
     (options,) = RecipeParser((QuickstartArguments,), "quickstart.py").parse(sys.argv[1:] if argv is None else argv)
     set_seed(options.seed)
-    source = resolve_model(options.model)
-    tokenizer = AutoTokenizer.from_pretrained(source.path, **source.tokenizer_kwargs())
-    model = AutoModelForCausalLM.from_pretrained(source.path, dtype=options.dtype, **source.model_kwargs())
-    encoder = PromptEncoder(tokenizer)
+    with one_line_errors("quickstart.py"):
+        source = resolve_model(options.model)
+        with loading(options.model):
+            tokenizer = AutoTokenizer.from_pretrained(source.path, **source.tokenizer_kwargs())
+            model = AutoModelForCausalLM.from_pretrained(source.path, dtype=options.dtype, **source.model_kwargs())
+        encoder = PromptEncoder(tokenizer)
+        blocks = len(find_blocks(model))
+        if not 1 <= options.num_chunks <= blocks:
+            raise ValueError(
+                f"num_chunks is {options.num_chunks}; {options.model} has {blocks} blocks: 1 to {blocks}."
+            )
     held_out = make_orders(options.held_out_rows, options.seed, HELD_OUT_FAMILIES)
     conversations = [conversation(order) for order in held_out]
 

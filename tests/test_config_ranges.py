@@ -105,6 +105,9 @@ def test_resolved_settings():
     assert ZeroLockConfig(chunk_sizes=[1, 1, 1]).resolved_num_chunks == 3
     assert ZeroLockConfig(num_chunks=4, train_chunks=[1, -1]).trained_chunks == {0, 3}
     assert ZeroLockConfig(num_chunks=3).trained_chunks == {0, 1, 2}
-    assert ZeroLockConfig(task_type="CAUSAL_LM").resolved_readout == "lm_head"
+    assert ZeroLockConfig(task_type="CAUSAL_LM").resolved_readout == "blocks"
+    assert ZeroLockConfig(task_type="CAUSAL_LM").resolved_blocks_from == "last"
+    assert ZeroLockConfig(task_type="SEQ_CLS").resolved_blocks_from == "even"
+    assert ZeroLockConfig(task_type="SEQ_CLS", readout_blocks_from="next").resolved_blocks_from == "next"
     assert ZeroLockConfig(task_type="SEQ_CLS").resolved_readout == "blocks"
     assert ZeroLockConfig(task_type="SEQ_CLS", readout="lm_head").resolved_readout == "lm_head"

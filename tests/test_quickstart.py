@@ -77,6 +77,21 @@ def test_a_failed_check_says_where_the_adapter_is(tmp_path, monkeypatch):
         quickstart.answers_in_plain_peft(options, quickstart.ModelSource(str(tmp_path)), [])
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num_chunks", "4"], "num_chunks is 4; .* has 3 blocks: 1 to 3"),
+        (["--model", "absent/"], "model 'absent/' does not exist"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_first_question(tmp_path, flags, message, capsys):
+    tiny_llama(blocks=3).save_pretrained(tmp_path)
+    tokenizer_with(CHATML).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match=f"^quickstart.py: {message}"):
+        quickstart.main(["--model", str(tmp_path), "--output_dir", str(tmp_path / "out"), *flags])
+    assert "held-out" not in capsys.readouterr().out
+
+
 def test_numbers_out_of_range_are_refused(capsys):
     with pytest.raises(SystemExit):
         quickstart.main(["--train_rows", "0"])

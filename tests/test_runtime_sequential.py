@@ -20,7 +20,7 @@ CHECKPOINTING = {
 
 def _stages(num_chunks, blocks=6, checkpointing=None, **config):
     arguments = lora_arguments("llama", target_modules="all-linear")
-    config = ZeroLockConfig(**arguments, num_chunks=num_chunks, **config)
+    config = ZeroLockConfig(**arguments, num_chunks=num_chunks, **({"readout": "lm_head"} | config))
     model = get_peft_model(make_model("llama", num_hidden_layers=blocks, use_cache=False), config)
     if checkpointing is not None:
         model.get_base_model().activation_checkpointing_enable(activation_checkpointing_kwargs=checkpointing)

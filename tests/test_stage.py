@@ -111,7 +111,7 @@ def test_the_tail_reads_the_last_hidden_state_as_the_model_does(name):
 
 
 def test_views_share_every_weight_and_make_no_copies():
-    model = _wrapped("llama", "CAUSAL_LM", num_chunks=3)
+    model = _wrapped("llama", "CAUSAL_LM", num_chunks=3, readout="lm_head")
     known = {id(p) for p in model.parameters()}
     for stage in build_stages(model, model.peft_config["default"], sliced=True):
         for tree in (stage.view.module, *stage.tail.modules().values()):

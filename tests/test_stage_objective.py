@@ -47,6 +47,7 @@ def test_the_local_objectives_are_the_paper_s(num_chunks, alpha, smoothing, dire
     config = ZeroLockConfig(
         **lora_arguments("gemma2"),
         num_chunks=num_chunks,
+        readout="lm_head",
         alpha=alpha,
         consistency=direction,
         consistency_first=first,
