@@ -6,13 +6,15 @@ Whatever runs before, between and after the blocks is the model's own code.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector
 
 
 class UnsupportedModelError(ValueError):
@@ -92,7 +94,8 @@ class Ports:
         if self.send is not None:
             self.send(hidden.detach())
             self.send = None
-        return hidden.detach() if self.cut else hidden
+        # The readout must have something to differentiate for reentrant checkpointing.
+        return hidden.detach().requires_grad_(torch.is_grad_enabled()) if self.cut else hidden
 
     def clear(self) -> None:
         """Lets go of every tensor."""
@@ -114,6 +117,8 @@ class Slot(nn.Module):
         original: the block at this index of the model; its plain attributes (such as `attention_type`) are kept.
         block: the real block that runs here, or None to pass the hidden state on.
         kind: `"chunk"` for a block of the chunk, `"readout"` for one of its readout, `"pass"` otherwise.
+
+    Attributes:
         enters: the received hidden state replaces this slot's input.
         leaves: `"before"` or `"after"` this slot's block the hidden state is h_k.
         exits: this is the last slot; what leaves it goes to the model's tail.
@@ -149,10 +154,11 @@ class Slot(nn.Module):
             hidden = hidden if self.adapter is None else self.adapter(hidden)
         rest: tuple[Any, ...] = (None,) * (self.tuple_length - 1)
         if self.block is not None and not (self.kind == "chunk" and ports.skip_chunk):
-            if args:
-                output = self.block(hidden, *args[1:], **kwargs)
-            else:
-                output = self.block(**{**kwargs, "hidden_states": hidden})
+            with _unrecorded() if self.kind == "readout" else nullcontext():
+                if args:
+                    output = self.block(hidden, *args[1:], **kwargs)
+                else:
+                    output = self.block(**{**kwargs, "hidden_states": hidden})
             hidden = output[0] if isinstance(output, tuple) else output
             rest = output[1:] if isinstance(output, tuple) else ()
         if self.leaves == "after":
@@ -240,6 +246,9 @@ class BlockMap:
         own = {id(p) for p in fresh}
         memo: dict[int, Any] = {id(p): p for p in module.parameters() if id(p) not in own}
         memo |= {id(b): b for b in module.buffers()}
+        for part in module.modules():
+            # Weights that are no parameters: quantised ones in 8 bits are kept in a plain attribute.
+            memo |= {id(v): v for v in vars(part).values() if isinstance(v, Tensor) or hasattr(v, "CB")}
         memo |= {id(value): value for value in self.shared}
         memo |= replacements or {}
         copied = copy.deepcopy(module, memo)
@@ -252,6 +261,16 @@ class BlockMap:
         """A copy of one block that shares its frozen weights but has adapter parameters of its own."""
         trainable = [p for p in self.blocks[index].parameters() if p.requires_grad]
         return self._copy(self.blocks[index], fresh=trainable)
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    """Keeps transformers from recording what happens inside: a readout's routers are not the chunk's."""
+    token = _active_collector.set(None)
+    try:
+        yield
+    finally:
+        _active_collector.reset(token)
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:

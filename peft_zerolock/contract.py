@@ -10,11 +10,12 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers.training_args import ParallelMode
 
-from .blocks import find_blocks
+from .blocks import base_model_of, find_blocks
 from .config import ZeroLockConfig
-from .readout import take_any_dtype
+from .readout import give_dtype, take_any_dtype
 from .stage import dissect
 
+HEADS = ("classifier", "score")  # what they return is the logits, which stay in float32
 _REFUSED_OPTIMIZERS = ("lomo", "adalomo")
 
 
@@ -80,6 +81,7 @@ def check_model(model: nn.Module) -> None:
         raise ValueError("The model has no trainable parameter: load the adapter with is_trainable=True.")
     _check_pad_token(model.get_base_model(), config)
     _check_tied_ends(model.get_base_model())
+    _check_biases(model)
     dissect(model, config)
 
 
@@ -91,6 +93,18 @@ def _check_pad_token(base: Any, config: ZeroLockConfig) -> None:
             "The model's config has no pad_token_id, so a batch's last token cannot be found. Set "
             "model.config.pad_token_id = tokenizer.pad_token_id (and tokenizer.pad_token, where it is None)."
         )
+
+
+def _check_biases(model: nn.Module) -> None:
+    """A float32 bias cannot stand in a half-precision layer."""
+    for name, parameter in model.named_parameters():
+        half = parameter.dtype in (torch.float16, torch.bfloat16)
+        if half and parameter.requires_grad and name.endswith(".bias") and "modules_to_save" not in name:
+            raise ValueError(
+                f"{name} is trained (bias='all' or 'lora_only') inside a layer of {parameter.dtype}, and trainable "
+                "weights are float32: load the base model in float32 (with bf16=True in the training arguments), or "
+                "use bias='none'."
+            )
 
 
 def _check_tied_ends(base: nn.Module) -> None:
@@ -141,6 +155,20 @@ def check_arguments(args: Any) -> None:
         refuse(f"parallel mode {args.parallel_mode}", "start the processes with torchrun or accelerate launch.")
 
 
+def check_launcher(fsdp: bool, deepspeed: bool) -> None:
+    """Whether accelerate was launched with something that local updates cannot do.
+
+    Raises:
+        ValueError: with what was given and what to do.
+    """
+    for asked, name in ((fsdp, "FSDP"), (deepspeed, "DeepSpeed")):
+        if asked:
+            raise ValueError(
+                f"ZeroLockTrainer does not work with {name}, which the launcher asks for: start with torchrun, or "
+                "with accelerate launch --multi_gpu (data parallel)."
+            )
+
+
 def prepare_trainable(model: nn.Module) -> None:
     """Makes every trainable weight float32, and lets saved modules take the base model's hidden states.
 
@@ -150,7 +178,12 @@ def prepare_trainable(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()
-    for wrapper in model.modules():
-        if isinstance(wrapper, ModulesToSaveWrapper):
-            for module in wrapper.modules_to_save.values():
-                take_any_dtype(module)
+    head = getattr(base_model_of(model), "get_output_embeddings", lambda: None)()
+    for name, wrapper in model.named_modules():
+        if not isinstance(wrapper, ModulesToSaveWrapper):
+            continue
+        frozen = next((p.dtype for p in wrapper.original_module.parameters() if p.is_floating_point()), None)
+        for module in wrapper.modules_to_save.values():
+            take_any_dtype(module)
+            if frozen in (torch.float16, torch.bfloat16) and wrapper is not head and name.split(".")[-1] not in HEADS:
+                give_dtype(module, frozen)

@@ -45,7 +45,8 @@ class EarlyExit(nn.Module):
         vocab = self.base.config.get_text_config().vocab_size
         known = labels[labels >= 0] if labels is not None else torch.empty(0, dtype=torch.long, device=states.device)
         stage.tail.restrict(known)
-        logits = stage.tail(states)
+        with stage.autocast():
+            logits = stage.tail(states)
         if stage.tail.restricted is not None:
             everything = logits.new_full((len(states), vocab), torch.finfo(logits.dtype).min)
             everything[:, stage.tail.restricted.rows] = logits

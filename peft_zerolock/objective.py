@@ -144,7 +144,7 @@ class _Sliced(torch.autograd.Function):
 
 
 def output_consistency(
-    logits: Tensor, previous: Tensor, labels: Tensor | None, count: Tensor | float, direction: str, regression: bool
+    logits: Tensor, previous: Tensor, labels: Tensor | None, count: Tensor | float, direction: str, kind: str | None
 ) -> Tensor:
     """The consistency term of whole outputs: sequence or token classes, regression values, or unsliced tokens.
 
@@ -153,10 +153,13 @@ def output_consistency(
         previous: of chunk k - 1, without gradient.
         labels: `(batch, seq)` aligned with the logits; positions of -100 are left out. None: all rows count.
         count: supervised positions of the whole update window.
-        regression: the outputs are values, and their divergence is the squared difference.
+        kind: the model's `problem_type`. With "regression" the outputs are values, and their divergence is the squared
+            difference; with "multi_label_classification" each output is a distribution over yes and no.
     """
-    if regression:
-        return (logits.float() - previous.float()).square().mean(-1).sum() / count
+    if kind == "regression":
+        return (logits.float() - previous.float()).square().sum() / count
+    if kind == "multi_label_classification":
+        logits, previous = (torch.stack([x, torch.zeros_like(x)], dim=-1) for x in (logits, previous))
     each = divergence(logits.float().log_softmax(-1), previous.float().log_softmax(-1), direction)
     if labels is not None:
         each = each[labels.to(each.device) != -100]

@@ -82,6 +82,23 @@ def _cast_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(a.to(weight.dtype) if torch.is_tensor(a) and a.is_floating_point() else a for a in args)
 
 
+def give_dtype(module: Any, dtype: torch.dtype) -> None:
+    """Casts a module's output, where it is one floating-point tensor, to the type that the model goes on with."""
+
+    def cast(module: nn.Module, args: Any, output: Any) -> Any:
+        if (
+            torch.is_tensor(output)
+            and output.is_floating_point()
+            and not torch.is_autocast_enabled(output.device.type)
+        ):
+            return output.to(dtype)
+        return output
+
+    if not getattr(module, "_zerolock_casts_output", False):
+        module.register_forward_hook(cast)
+        module._zerolock_casts_output = True
+
+
 def _base_layer(module: Any) -> Any:
     module = getattr(module, "original_module", module)
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module
@@ -148,6 +165,9 @@ def readout_blocks(blocks: BlockMap, config: ZeroLockConfig, chunk: range) -> di
                 if isinstance(layer, LoraLayer):
                     for name in list(layer.active_adapters):
                         layer.update_layer(name, r=rank, lora_alpha=own.lora_alpha, config=own)
+            for parameter in copied.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()
     return copies
 
 
@@ -164,9 +184,18 @@ def make_tail(
         return Tail(blocks.view(none))
     head = base_model_of(blocks.model).get_output_embeddings()
     if config.resolved_readout == "bottleneck":
+        width, hidden = _base_layer(head).weight.shape[1], base_model_of(blocks.model).config.hidden_size
+        if width != hidden:
+            raise ValueError(
+                f"readout='bottleneck' needs a head that reads the blocks' hidden states, but the head reads {width} "
+                f"features and the blocks have {hidden}: use 'blocks', 'adapter' or 'lm_head'."
+            )
         return Tail(None, bottleneck=BottleneckHead(head, config.readout_dim or DEFAULT_DIM))
     trainable = [p for p in tail_parameters if p.requires_grad]
     if config.resolved_readout == "vocab":
+        size = _base_layer(head).weight.shape[0]
+        if vocab is None or len(vocab) == 0 or int(vocab.max()) >= size:
+            raise ValueError(f"readout_vocab={config.readout_vocab!r}: give token ids from 0 to {size - 1}.")
         restricted = RestrictedHead(head)
         return Tail(blocks.view(none, fresh=trainable, replace={head: restricted}), restricted=restricted, vocab=vocab)
     view = blocks.view(none, fresh=trainable)

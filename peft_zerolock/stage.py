@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from .admission import Anatomy, admit, dry_batch, evaluation_mode, output_of, quiet_model
-from .blocks import BlockMap, View, base_model_of, find_blocks, no_router_logits
+from .blocks import BlockMap, UnsupportedModelError, View, base_model_of, find_blocks, no_router_logits
 from .config import CLASSIFICATION_TASKS, ZeroLockConfig
 from .objective import Terms, TokenObjective, mix, output_consistency, supervised_tokens
 from .partition import chunks_of_sizes, split_evenly
@@ -143,7 +144,7 @@ class Stage:
         balance = outputs.get("aux_loss") if hasattr(outputs, "get") else None
         if balance is not None:
             # A mixture of experts balances the routers that ran: this chunk's.
-            balance = base_model_of(self.view.module).router_aux_loss_coef * balance
+            balance = balance_weight(self.view.module) * balance
             terms = Terms(terms.objective + balance, terms.task + balance.detach(), terms.consistency)
         return terms
 
@@ -158,12 +159,23 @@ class Stage:
         causal = self.config.task_type not in CLASSIFICATION_TASKS
         if causal and labels is not None:
             labels = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
-        regression = base_model_of(self.view.module).config.problem_type == "regression"
         aligned = labels if labels is not None and labels.dim() == logits.dim() - 1 and logits.dim() == 3 else None
-        consistency = output_consistency(
-            logits, previous, aligned, entry.count, self.config.consistency, regression and logits.dim() == 2
-        )
+        kind = base_model_of(self.view.module).config.problem_type if logits.dim() == 2 else None
+        consistency = output_consistency(logits, previous, aligned, entry.count, self.config.consistency, kind)
         return mix(task, consistency, self.config.alpha)
+
+
+def balance_weight(model: nn.Module) -> float:
+    """The weight of a mixture of experts' balance loss, by whichever name the model has it.
+
+    Raises:
+        UnsupportedModelError: it has none of the known ones.
+    """
+    base = base_model_of(model)
+    for name in ("router_aux_loss_coef", "aux_loss_coef"):
+        if hasattr(base, name):
+            return getattr(base, name)
+    raise UnsupportedModelError(model, "the weight of its balance loss is unknown; set output_router_logits=False.")
 
 
 def _without_labels(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -211,6 +223,8 @@ def build_stages(
         ValueError: the chunk settings do not fit the model.
     """
     blocks, chunks, anatomy = dissect(model, config)
+    if getattr(base_model_of(model).config, "output_router_logits", False):
+        balance_weight(model)
     shared = {id(p) for p in model.parameters()}
     stages = [_build(blocks, config, chunks, k, anatomy, sliced, vocab) for k in range(len(chunks))]
     for stage in stages:
@@ -241,6 +255,8 @@ def _set_modes(stage: Stage, tail_parameters: set[int]) -> None:
         for module in tree.modules():
             if any(p.requires_grad or id(p) in tail_parameters for p in module.parameters(recurse=False)):
                 module.train()
+            elif isinstance(module, LoraLayer) and any(p.requires_grad for p in module.parameters()):
+                module.train()  # its dropout too
 
 
 def _build(

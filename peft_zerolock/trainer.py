@@ -1,5 +1,6 @@
 """ZeroLockTrainer: transformers.Trainer whose training step is that of the stages."""
 
+import inspect
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
@@ -17,6 +18,7 @@ from .admission import evaluation_mode
 from .blocks import Slot
 from .config import ZeroLockConfig
 from .early_exit import EarlyExit
+from .objective import supervised_tokens
 from .parallel import GradientAverage, same_start
 from .readout import DEFAULT_VOCAB
 from .runtime import SequentialRuntime, WindowReport
@@ -73,12 +75,17 @@ class ZeroLockMixin(SavingMixin):
                     return _wrap(make_base(*trial), peft_config)
 
                 kwargs["model_init"] = make_model
+            elif isinstance(model, str) and "peft_config" in inspect.signature(super().__init__).parameters:
+                kwargs["peft_config"] = peft_config  # TRL's trainers load and wrap by themselves
             else:
-                kwargs["peft_config"] = peft_config
+                raise ValueError(
+                    f"peft_config was given with model={model!r}: give a model, such as "
+                    "AutoModelForCausalLM.from_pretrained(name), or model_init."
+                )
         super().__init__(model, args, *positional, **kwargs)
+        contract.check_arguments(self.args)
+        contract.check_launcher(self.is_fsdp_enabled, self.is_deepspeed_enabled)
         contract.check_model(self.model)
-        # In evaluation mode accelerate leaves out DistributedDataParallel, whose one backward pass we do not have.
-        self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
         self._average = GradientAverage()
         self._stages: list[Stage] = []
         self._staged_model: nn.Module | None = None
@@ -86,6 +93,12 @@ class ZeroLockMixin(SavingMixin):
         self._window, self._windows = -1, 0
         self._exit: EarlyExit | None = None
         self.windows_without_targets = 0
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Trainer's, without DistributedDataParallel around the model: a chunk has a backward pass of its own."""
+        super().create_accelerator_and_postprocess()
+        # In evaluation mode accelerate leaves the wrapper out, and keeps mixed precision and compilation.
+        self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
 
     # ---- stages ----
 
@@ -116,10 +129,13 @@ class ZeroLockMixin(SavingMixin):
     def _is_sliced(self) -> bool:
         if self.zerolock_config.logits_slice is None or not getattr(self, "_loss_shifts_labels", False):
             return False
-        own_loss = type(self).compute_loss is not Trainer.compute_loss or self.compute_loss_func is not None
-        if own_loss:
+        if self._has_own_loss:
             logger.warning_once("A loss of your own needs whole outputs: logits_slice is not used.")
-        return not own_loss
+        return not self._has_own_loss
+
+    @property
+    def _has_own_loss(self) -> bool:
+        return type(self).compute_loss is not Trainer.compute_loss or self.compute_loss_func is not None
 
     def _prepare_view(self, module: nn.Module) -> nn.Module:
         """Mixed precision as accelerate puts it around a model, and compilation, block by block."""
@@ -177,6 +193,10 @@ class ZeroLockMixin(SavingMixin):
             ValueError: an optimizer was given to the trainer that does not know the readouts' parameters.
         """
         self._sums, self._window, self._windows = {}, -1, 0
+        if self.optimizer is None:
+            self._staged_model = None  # hooks and checkpointing may have been switched on since they were looked at
+        if self.accelerator.num_processes > 1:
+            same_start(p for s in self.stages for p in (*s.adapters.values(), *s.readout.values(), *s.copies.values()))
         if self.optimizer is not None:
             known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
             if any(id(p) not in known for stage in self.stages for p in stage.readout.values()):
@@ -186,18 +206,13 @@ class ZeroLockMixin(SavingMixin):
                     "optimizer_cls_and_kwargs=(class, arguments) instead, or choose readout='lm_head'."
                 )
             return self.optimizer
-        self._staged_model = None  # hooks and checkpointing may have been switched on since the stages were looked at
         learning = nn.ModuleDict({"model": self.model if model is None else model})
         owner: dict[int, tuple[str, bool]] = {}
         for stage in self.stages:
             owner |= {id(p): (stage.name, False) for p in stage.adapters.values()}
             owner |= {id(p): (stage.name, True) for p in stage.readout.values()}
-            if stage.readout:
-                learning[stage.name] = nn.ParameterDict(
-                    {name.replace(".", "/"): parameter for name, parameter in stage.readout.items()}
-                )
-        if self.accelerator.num_processes > 1:
-            same_start(p for p in learning.parameters() if p.requires_grad)
+            for name, parameter in stage.readout.items():
+                _put(learning, f"{stage.name}.{name}", parameter)
         optimizer = super().create_optimizer(learning)
         groups = []
         for group in optimizer.param_groups:
@@ -232,6 +247,8 @@ class ZeroLockMixin(SavingMixin):
             for stage in stages if ends_window else ():
                 self._runtime.finished(stage)
             self._average.wait()
+            if ends_window and self._is_idle:
+                self.accelerator.gradient_state._set_sync_gradients(False)  # the optimizer takes no step
             return zero
         count = self._supervised_count(inputs, num_items_in_batch)
         scaler = self.accelerator.scaler
@@ -247,6 +264,11 @@ class ZeroLockMixin(SavingMixin):
 
     def _has_targets(self, inputs: dict[str, Any], count: Any) -> bool:
         labels = inputs.get("shift_labels", inputs.get("labels"))
+        if labels is None and self._is_sliced:
+            raise ValueError(
+                f"The batch has no labels, only {', '.join(inputs)}: give the data set a `labels` column, or a data "
+                "collator that makes them, such as DataCollatorForLanguageModeling(tokenizer, mlm=False)."
+            )
         if not torch.is_tensor(labels) or labels.is_floating_point():
             return True
         if labels.dim() == 2 and getattr(self, "_loss_shifts_labels", False) and "shift_labels" not in inputs:
@@ -265,9 +287,12 @@ class ZeroLockMixin(SavingMixin):
         """Supervised positions of the update window, divided by the processes where Trainer multiplies by them."""
         if num_items is not None:
             return num_items / self._processes_averaged
-        labels = inputs.get("labels")
-        rows = len(labels) if torch.is_tensor(labels) else 1
-        return rows * self.current_gradient_accumulation_steps
+        if self._is_sliced:
+            number: Any = supervised_tokens(inputs)[1].numel()
+        else:
+            labels = inputs.get("labels")
+            number = labels.ne(-100).sum() if torch.is_tensor(labels) else 1
+        return number * self.current_gradient_accumulation_steps
 
     @property
     def _processes_averaged(self) -> int:
@@ -283,13 +308,17 @@ class ZeroLockMixin(SavingMixin):
         """
         labels = inputs.get("labels")
         shifts = getattr(self, "_loss_shifts_labels", False)
-        own_scale = self.compute_loss_func is not None or self.label_smoother is not None or shifts
-        share = 1.0
-        if not own_scale and num_items is not None and torch.is_tensor(labels):
+        share: Any = 1.0
+        by_rows = not (self._has_own_loss or self.label_smoother or shifts)
+        if by_rows and num_items is not None and torch.is_tensor(labels):
             share = labels.ne(-100).sum() * self._processes_averaged / num_items
             num_items = None
-        elif num_items is None or not (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
-            share = 1.0 if self.loss_is_scaled_for_ga else 1 / self.current_gradient_accumulation_steps
+        else:
+            scaled = self.loss_is_scaled_for_ga
+            if scaled is None:
+                counted = self.model_accepts_loss_kwargs and num_items is not None
+                scaled = counted or self.compute_loss_func is not None
+            share = 1.0 if scaled else 1 / self.current_gradient_accumulation_steps
         with self.compute_loss_context_manager():
             found: Any = self.compute_loss(view, inputs, return_outputs=with_outputs, num_items_in_batch=num_items)
         loss, outputs = found if with_outputs else (found, None)
@@ -299,8 +328,18 @@ class ZeroLockMixin(SavingMixin):
         ratio = self.zerolock_config.readout_warmup_ratio
         return ratio > 0 and self.state.global_step < ratio * self.state.max_steps
 
+    @property
+    def _is_idle(self) -> bool:
+        """Whether the update window gave no gradient at all."""
+        return all(p.grad is None for s in self.stages for p in (*s.adapters.values(), *s.readout.values()))
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm=None):
+        return torch.zeros((), device=self.args.device) if self._is_idle else super()._get_grad_norm(model, grad_norm)
+
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clips each chunk's adapters, and its readout, to max_grad_norm on their own; returns the adapters' norm."""
+        if self._is_idle:
+            return torch.zeros((), device=self.args.device)
         self.accelerator.unscale_gradients()
         limit, norms = self.args.max_grad_norm, []
         for stage in self.stages:
@@ -329,21 +368,25 @@ class ZeroLockMixin(SavingMixin):
             self._sums, self._windows = {}, 0
         super().log(logs, *args, **kwargs)
 
-    def evaluate(self, *args, per_chunk: bool = False, **kwargs) -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval", per_chunk: bool = False
+    ) -> dict[str, float]:
         """Evaluates the plain model, as Trainer does.
 
         Args:
-            per_chunk: also evaluate each readout, as `eval_chunk_k_...` (early exit accuracy over depth).
+            per_chunk: also evaluate each readout, as `eval_chunk_k_...` (early exit accuracy over depth); chunks that
+                do not learn have none.
         """
-        metrics = super().evaluate(*args, **kwargs)
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         if not per_chunk:
             return metrics
-        prefix = kwargs.get("metric_key_prefix", "eval")
         for k, stage in enumerate(self.stages[:-1], start=1):
+            if not stage.learns:
+                continue
             self._exit = EarlyExit(self.model, self.stages[:k])
             try:
                 with evaluation_mode(self._exit):
-                    metrics |= super().evaluate(*args, **{**kwargs, "metric_key_prefix": f"{prefix}_{stage.name}"})
+                    metrics |= super().evaluate(eval_dataset, ignore_keys, f"{metric_key_prefix}_{stage.name}")
             finally:
                 self._exit = None
         return metrics
@@ -358,6 +401,17 @@ class ZeroLockTrainer(ZeroLockMixin, Trainer):
 
     Takes Trainer's arguments and `peft_config`; see `ZeroLockMixin`. Source: ZeroLock, arXiv 2608.07974.
     """
+
+
+def _put(modules: nn.ModuleDict, name: str, parameter: nn.Parameter) -> None:
+    """Registers a parameter under its dotted name, by which Trainer tells norms and biases from what decays."""
+    *path, last = name.split(".")
+    place: Any = modules
+    for part in path:
+        if not hasattr(place, part) or part not in place._modules:
+            place.add_module(part, nn.Module())
+        place = place._modules[part]
+    place.register_parameter(last, parameter)
 
 
 def _wrap(model: nn.Module, config: ZeroLockConfig) -> PeftModel:

@@ -23,6 +23,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "later blocks, checkpointing": {"chunks": {"num_chunks": 2, "readout": "blocks"}, **REENTRANT},
     "adapter with warm-up": {"chunks": {"num_chunks": 2, "readout": "adapter", "readout_warmup_ratio": 0.5}},
     "classes": {"name": "bert", "task": "SEQ_CLS", "chunks": {"num_chunks": 2}},
+    "own optimizer": {"chunks": {"num_chunks": 2, "readout": "lm_head"}},
     "a process without targets": {"chunks": {"num_chunks": 2}, "data": MASKED, "weight_decay": 0.1},
 }
 
@@ -36,12 +37,19 @@ def run_all(folder: Path, processes: int) -> None:
             folder / "out", per_device_train_batch_size=4 // processes, max_steps=3, **backend, **settings
         )
         trainer._get_train_sampler = lambda *_, rows=trainer: torch.utils.data.SequentialSampler(rows.train_dataset)
+        if name == "own optimizer":
+            learned = [p for p in trainer.model.parameters() if p.requires_grad]
+            trainer.optimizer = torch.optim.SGD(learned, lr=0.1)
         if rank == 1:  # the first process's start must win
             with torch.no_grad():
                 for parameter in trainer.model.parameters():
                     if parameter.requires_grad:
                         parameter.add_(1.0)
         trainer.train()
+        for mine in weights(trainer).values() if processes > 1 else ():
+            first = mine.clone()
+            torch.distributed.broadcast(first, src=0)
+            assert torch.equal(mine, first), f"{name}: the processes' weights differ"
         if rank == 0:
             losses = [{k: v for k, v in row.items() if "loss" in k} for row in trainer.state.log_history[:-1]]
             torch.save({"weights": weights(trainer), "losses": losses}, folder / f"{name}.pt")

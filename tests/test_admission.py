@@ -8,7 +8,7 @@ from zoo import GEMMA, SMALL, lora_arguments, make_model
 
 from peft_zerolock import UnsupportedModelError, ZeroLockConfig, ZeroLockTrainer
 from peft_zerolock.blocks import find_blocks
-from peft_zerolock.stage import dissect
+from peft_zerolock.stage import build_stages, dissect
 
 
 def _t5():
@@ -119,3 +119,14 @@ def test_other_models_are_refused_with_the_remedy(tmp_path, wrong):
             outer = get_peft_model(inner, ZeroLockConfig(**lora_arguments("llama")))
         with pytest.raises(ValueError, match="PeftModel inside a PeftModel"):
             ZeroLockTrainer(model=outer, args=args)
+
+
+def test_readouts_that_do_not_fit_the_model_are_refused_before_training():
+    config = ZeroLockConfig(**lora_arguments("opt_projected"), num_chunks=2, readout="bottleneck")
+    model = get_peft_model(make_model("opt_projected"), config)
+    with pytest.raises(ValueError, match="the head reads 8 features and the blocks have 16: use 'blocks'"):
+        build_stages(model, config, sliced=True)
+    config = ZeroLockConfig(**lora_arguments("llama"), num_chunks=2, readout="vocab", readout_vocab=[1, 9999])
+    model = get_peft_model(make_model("llama"), config)
+    with pytest.raises(ValueError, match="token ids from 0 to 63"):
+        build_stages(model, config, sliced=True, vocab=torch.tensor([1, 9999]))

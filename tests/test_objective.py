@@ -108,14 +108,19 @@ def test_consistency_of_classes_positions_and_values():
     logits, previous = torch.randn(4, 3), torch.randn(4, 3)
     p, q = logits.softmax(-1), previous.softmax(-1)
     expected = (p * (p / q).log()).sum() / 8
-    assert output_consistency(logits, previous, None, 8, "forward", False).item() == pytest.approx(expected.item())
+    assert output_consistency(logits, previous, None, 8, "forward", None).item() == pytest.approx(expected.item())
     expected = (q * (q / p).log()).sum() / 8
-    assert output_consistency(logits, previous, None, 8, "reverse", False).item() == pytest.approx(expected.item())
+    assert output_consistency(logits, previous, None, 8, "reverse", None).item() == pytest.approx(expected.item())
     labels = torch.tensor([[1, -100], [-100, 2]])
     tokens, before = logits.view(2, 2, 3), previous.view(2, 2, 3)
     each = divergence(tokens.log_softmax(-1), before.log_softmax(-1), "forward")
     expected = (each[0, 0] + each[1, 1]) / 2
-    assert output_consistency(tokens, before, labels, 2, "forward", False).item() == pytest.approx(expected.item())
+    assert output_consistency(tokens, before, labels, 2, "forward", None).item() == pytest.approx(expected.item())
     values, last = torch.randn(4, 1), torch.randn(4, 1)
     expected = (values - last).square().sum() / 4
-    assert output_consistency(values, last, None, 4, "forward", True).item() == pytest.approx(expected.item())
+    kind = "regression"
+    assert output_consistency(values, last, None, 4, "forward", kind).item() == pytest.approx(expected.item())
+    p, q = logits.sigmoid(), previous.sigmoid()
+    expected = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).sum() / 12
+    kind = "multi_label_classification"
+    assert output_consistency(logits, previous, None, 12, "forward", kind).item() == pytest.approx(expected.item())

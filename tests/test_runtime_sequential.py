@@ -151,3 +151,12 @@ def test_training_the_last_chunk_only_is_backpropagation_on_its_blocks(tmp_path)
         assert len(moved) >= 4
         for n, p in moved.items():
             assert torch.equal(p, ours.model.get_parameter(n)), n
+
+
+def test_warm_up_trains_later_blocks_under_reentrant_checkpointing(tmp_path):
+    chunks = {"num_chunks": 2, "readout": "blocks", "readout_warmup_ratio": 0.9}
+    plain = window_gradients(make_trainer(tmp_path, chunks=chunks))
+    settings = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}
+    checkpointed = window_gradients(make_trainer(tmp_path, chunks=chunks, **settings))
+    assert any(name.startswith("chunk_1.") for name in plain)
+    assert largest_difference(plain, checkpointed) <= 1e-7

@@ -105,3 +105,17 @@ def test_a_mixture_of_experts_with_a_consistency_term():
     terms = stages[0].step(entry, None, None)
     assert terms.consistency > 0
     assert terms.task > 4.0 + 0.5  # the balance term of top-2 of 4 experts is near 2, times 0.5
+
+
+def test_a_readout_s_routers_are_not_the_chunk_s():
+    batch = collate(token_rows(4).rows)
+    balance = {}
+    for readout in ("lm_head", "blocks"):
+        config = ZeroLockConfig(**lora_arguments("mixtral"), num_chunks=3, readout=readout)
+        model = get_peft_model(make_model("mixtral", output_router_logits=True), config)
+        view = build_stages(model, config, sliced=True)[0].view
+        view.module.eval()
+        outputs = view.module(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        balance[readout] = outputs.aux_loss.item()
+        assert len(outputs.router_logits) == 1
+    assert balance["lm_head"] == balance["blocks"]

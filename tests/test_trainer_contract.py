@@ -10,7 +10,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from zoo import class_rows, collate, lora_arguments, make_model, token_rows
 
 from peft_zerolock import ZeroLockConfig, ZeroLockMixin, ZeroLockTrainer, ZeroLockTrainingArguments
-from peft_zerolock.contract import check_arguments
+from peft_zerolock.contract import check_arguments, check_launcher
 
 
 def test_logs_each_chunk_and_the_last_chunk_s_loss_as_the_loss(tmp_path):
@@ -424,3 +424,34 @@ def test_the_arguments_say_how_to_run():
     assert args.runtime == "sequential"
     with pytest.raises(ValueError, match="runtime='warp'"):
         ZeroLockTrainingArguments(output_dir="x", runtime="warp")
+
+
+@pytest.mark.parametrize("settings", [{"chunks": {"train_chunks": [-1]}}, {"lora": {"layers_to_transform": [1, 2]}}])
+def test_per_chunk_evaluation_leaves_out_chunks_that_do_not_learn(tmp_path, settings):
+    settings = settings | {"chunks": {"num_chunks": 3} | settings.get("chunks", {})}
+    trainer = make_trainer(tmp_path, **settings, trainer={"eval_dataset": token_rows(4, seed=2)})
+    trainer.train()
+    metrics = trainer.evaluate(token_rows(4, seed=2), None, "test", per_chunk=True)
+    assert "test_loss" in metrics and "test_chunk_1_loss" not in metrics
+    assert ("test_chunk_2_loss" in metrics) == ("lora" in settings)
+
+
+def test_norms_of_readouts_do_not_decay(tmp_path):
+    trainer = make_trainer(tmp_path, chunks={"num_chunks": 2, "readout": "adapter"}, weight_decay=0.1)
+    trainer.train()
+    names = {id(p): n for n, p in trainer.readouts.items()}
+    decaying = [p for group in trainer.optimizer.param_groups if group["weight_decay"] for p in group["params"]]
+    found = sorted(names[id(p)].split("adapter.")[1] for p in decaying if id(p) in names)
+    assert found == ["down.weight", "up.weight"]
+
+
+def test_a_model_s_name_is_refused_where_the_trainer_does_not_load_models(tmp_path):
+    with pytest.raises(ValueError, match="peft_config was given with model='some/model'"):
+        ZeroLockTrainer(model="some/model", args=arguments(tmp_path), peft_config=ZeroLockConfig())
+
+
+def test_a_launcher_s_sharding_is_refused():
+    with pytest.raises(ValueError, match="FSDP, which the launcher asks for"):
+        check_launcher(fsdp=True, deepspeed=False)
+    with pytest.raises(ValueError, match="DeepSpeed, which the launcher asks for"):
+        check_launcher(fsdp=False, deepspeed=True)

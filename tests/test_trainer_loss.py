@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 from training import largest_difference, make_trainer, weights, window_gradients
-from zoo import Rows, class_rows, token_rows
+from transformers import Trainer
+from zoo import Rows, class_rows, collate, token_rows
 
-READOUTS = ["lm_head", "adapter", "blocks"]
+from peft_zerolock import ZeroLockMixin
+from peft_zerolock.stage import Entry
 
 
 def _window(tmp_path, rows, batch, accumulation, **kwargs):
@@ -134,8 +136,8 @@ def test_fp16_mixed_precision_scales_and_unscales_once(tmp_path):
     trainer.args.max_grad_norm = 1e6
     trainer._clip_grad_norm = record
     trainer.train()
-    for name, gradient in plain.items():
-        assert (gradient - unscaled[0][name]).abs().max() < 2e-3
+    for name, gradient in unscaled[0].items():
+        assert (gradient - plain[name]).abs().max() < 2e-3
 
 
 def test_each_chunk_adds_its_own_routers_balance_term(tmp_path):
@@ -159,9 +161,6 @@ def test_the_last_chunk_s_loss_is_the_model_s_with_lora_on_the_head(tmp_path, ti
         tmp_path, model={"tie_word_embeddings": tie}, lora={"target_modules": targets}, chunks={"num_chunks": 2}
     )
     trainer.train()
-    from zoo import collate
-
-    from peft_zerolock.stage import Entry
 
     batch = collate(token_rows(3, seed=8).rows)
     count = (batch["labels"][:, 1:] != -100).sum()
@@ -171,3 +170,104 @@ def test_the_last_chunk_s_loss_is_the_model_s_with_lora_on_the_head(tmp_path, ti
         ours = trainer.stages[1].step(Entry(batch, count, sent[0]), None, None).task
         trainer.model.eval()
         assert abs(ours - trainer.model(**batch).loss) < 1e-6
+
+
+def _scaled_as_stock(tmp_path, trainer_classes=(None, None), prepare=lambda trainer: None, **settings):
+    """The first window's gradients of one chunk and of the stock Trainer, accumulation 2."""
+    found = []
+    for kind, trainer_class in zip(({"stock": True}, {"chunks": {"num_chunks": 1}}), trainer_classes, strict=True):
+        trainer = make_trainer(
+            tmp_path, gradient_accumulation_steps=2, max_steps=1, trainer_class=trainer_class, **kind, **settings
+        )
+        prepare(trainer)
+        found.append(window_gradients(trainer))
+    stock, ours = found
+    largest = max(g.abs().max() for g in stock.values())
+    assert largest > 1e-4
+    assert largest_difference(stock, ours) <= 1e-6 * max(1.0, largest)
+
+
+def test_models_that_take_no_item_count_are_scaled_as_stock(tmp_path):
+    _scaled_as_stock(tmp_path, prepare=lambda trainer: setattr(trainer, "model_accepts_loss_kwargs", False))
+
+
+class _MeanTrainer(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class _OurMeanTrainer(ZeroLockMixin, _MeanTrainer):
+    pass
+
+
+class _CountedTrainer(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**{k: v for k, v in inputs.items() if k != "labels"})
+        loss = torch.nn.functional.cross_entropy(outputs.logits, inputs["labels"], reduction="sum")
+        loss = loss / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
+class _OurCountedTrainer(ZeroLockMixin, _CountedTrainer):
+    pass
+
+
+def test_an_overridden_mean_loss_is_divided_where_it_says_so(tmp_path):
+    def say_so(trainer):
+        trainer.loss_is_scaled_for_ga = False
+
+    _scaled_as_stock(tmp_path, (_MeanTrainer, _OurMeanTrainer), say_so)
+
+
+def test_an_overridden_classification_loss_gets_the_item_count(tmp_path):
+    _scaled_as_stock(tmp_path, (_CountedTrainer, _OurCountedTrainer), name="bert", task="SEQ_CLS")
+
+
+def test_dropout_of_a_lora_on_the_head_is_drawn_in_the_sliced_loss_too(tmp_path):
+    lora = {"target_modules": ["lm_head"], "lora_dropout": 0.9}
+    trainer = make_trainer(
+        tmp_path, model={"tie_word_embeddings": False}, lora=lora, chunks={"num_chunks": 1}, max_steps=1
+    )
+    trainer.train()
+    modules = trainer.stages[-1].tail.view.module.modules()
+    drawn = [m for m in modules if isinstance(m, torch.nn.Dropout) and m.p == 0.9]
+    assert len(drawn) == 1 and drawn[0].training
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("saved", [["norm"], ["input_layernorm"], ["embed_tokens", "lm_head"]])
+def test_saved_modules_anywhere_over_a_half_base(tmp_path, dtype, saved):
+    settings = {"model": {"tie_word_embeddings": False}, "lora": {"modules_to_save": saved}, "dtype": dtype}
+    trainer = make_trainer(tmp_path, **settings, chunks={"num_chunks": 2, "readout_dim": 2})
+    trainer.train()
+    learned = [p for p in trainer.model.parameters() if p.requires_grad]
+    own = [p for stage in trainer.stages for p in stage.readout.values()]
+    assert {p.dtype for p in [*learned, *own]} == {torch.float32}
+    assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
+
+
+def test_trained_biases_of_a_half_base_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"bias='all'.*torch.bfloat16.*float32.*bias='none'"):
+        make_trainer(tmp_path, "qwen2", dtype=torch.bfloat16, lora={"bias": "all"}, chunks={"num_chunks": 2})
+
+
+@pytest.mark.parametrize("masked", [0, 1])
+def test_a_window_without_targets_under_a_loss_scale(tmp_path, masked):
+    rows = token_rows(4).rows
+    rows[masked] = rows[masked] | {"labels": [-100] * len(rows[masked]["labels"])}
+    settings = {"per_device_train_batch_size": 1, "max_steps": 4, "weight_decay": 0.1}
+    trainer = make_trainer(tmp_path, data=Rows(rows), chunks={"num_chunks": 2}, **settings)
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(trainer.train_dataset)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    trainer.train()
+    assert trainer.windows_without_targets == 1
+    assert trainer.state.global_step == 4
+
+
+def test_batches_without_labels_say_what_is_missing(tmp_path):
+    rows = Rows([{"input_ids": [3, 4, 5], "attention_mask": [1, 1, 1]}] * 4)
+    trainer = make_trainer(tmp_path, data=rows, chunks={"num_chunks": 2})
+    trainer.data_collator = lambda batch: {k: torch.tensor([row[k] for row in batch]) for k in batch[0]}
+    with pytest.raises(ValueError, match="no labels, only input_ids, attention_mask"):
+        trainer.train()
