@@ -24,6 +24,7 @@ _LORA_SETTINGS = (
     *("r", "lora_alpha", "target_modules", "modules_to_save", "layers_to_transform", "rank_pattern", "alpha_pattern"),
     *("use_rslora", "use_dora", "lora_bias", "bias", "trainable_token_indices"),
 )
+_WITHOUT_ORDER = ("target_modules", "modules_to_save", "layers_to_transform")
 _NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", READOUTS_NAME)
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
@@ -183,7 +184,7 @@ def check_resumable(folder: str, config: ZeroLockConfig) -> None:
         told = ", ".join(f"{name}: {old!r} there, {new!r} now" for name, (old, new) in changed.items())
         raise ValueError(
             f"{folder!r} was trained with other settings ({told}). Resume with the settings that it was trained "
-            f"with (ZeroLockConfig.from_pretrained reads them), or start afresh."
+            f"with (ZeroLockConfig.from_pretrained reads them; set inference_mode=False on it), or start afresh."
         )
 
 
@@ -194,12 +195,15 @@ def _adapter_folder(checkpoint: str) -> str:
 
 
 def _settings(config: ZeroLockConfig) -> dict[str, Any]:
-    """What must not change between the halves of a run; sets as sorted lists."""
+    """What must not change between the halves of a run; what has no order is sorted, each value once."""
     values = config.chunk_settings() | {name: getattr(config, name) for name in _LORA_SETTINGS}
     for name in ("num_chunks", "chunk_sizes", "logits_slice"):
         del values[name]
     values["chunks"] = (config.resolved_num_chunks, config.chunk_sizes)
-    return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
+    for name in _WITHOUT_ORDER:
+        if isinstance(values[name], list | tuple | set):
+            values[name] = sorted(set(values[name]))  # PEFT names the heads of a classifier again at each loading
+    return values
 
 
 def save_readouts(folder: str, readouts: dict[str, nn.Parameter]) -> None:

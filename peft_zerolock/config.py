@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from peft import LoraConfig
 from transformers.utils import logging
 
@@ -242,6 +242,8 @@ class ZeroLockConfig(LoraConfig):
         lora = LoraConfig.from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
         known = {f.name for f in fields(LoraConfig) if f.init}
         values = {name: getattr(lora, name) for name in known}
+        if values["modules_to_save"] is not None:  # PEFT adds the heads of a classifier each time it takes a config
+            values["modules_to_save"] = list(dict.fromkeys(values["modules_to_save"]))
         own = _read_chunk_settings(str(pretrained_model_name_or_path), subfolder, kwargs)
         unknown = sorted(set(own) - _own_fields())
         if unknown:
@@ -260,9 +262,19 @@ def _read_chunk_settings(source: str, subfolder: str | None, kwargs: dict[str, A
     if os.path.isdir(source):
         path = os.path.join(source, subfolder or "", CONFIG_NAME)
     else:
-        hub = {key: kwargs[key] for key in ("cache_dir", "revision", "token", "local_files_only") if key in kwargs}
+        given = ("cache_dir", "revision", "token", "local_files_only")
+        hub: dict[str, Any] = {key: kwargs[key] for key in given if key in kwargs}
         try:
             path = hf_hub_download(source, CONFIG_NAME, subfolder=subfolder, **hub)
+        except LocalEntryNotFoundError as error:
+            if not _known_absent(source, subfolder, hub):
+                raise ValueError(
+                    f"{CONFIG_NAME} of {source!r} is not in the cache, and the Hub could not be reached (or was not "
+                    "to be asked): whether the adapter has chunk settings is unknown. Connect (or unset "
+                    f"HF_HUB_OFFLINE and local_files_only), or fetch it once with `hf download {source}` and give the "
+                    "folder."
+                ) from error
+            path = ""
         except EntryNotFoundError:
             path = ""
     if not os.path.isfile(path):
@@ -276,6 +288,13 @@ def _read_chunk_settings(source: str, subfolder: str | None, kwargs: dict[str, A
     if not isinstance(settings, dict):
         raise ValueError(f"{path!r} is damaged (not an object): delete it to go on with default chunk settings.")
     return settings
+
+
+def _known_absent(source: str, subfolder: str | None, hub: dict[str, Any]) -> bool:
+    """Whether the Hub has said before that there is no such file; its client notes that in the cache."""
+    name = f"{subfolder}/{CONFIG_NAME}" if subfolder else CONFIG_NAME
+    found = try_to_load_from_cache(source, name, cache_dir=hub.get("cache_dir"), revision=hub.get("revision"))
+    return found is not None and not isinstance(found, str)
 
 
 def _check(config: ZeroLockConfig, name: str, valid: Any, allowed: str) -> None:

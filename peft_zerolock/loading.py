@@ -59,21 +59,35 @@ def _blocks_with_weights(base: nn.Module, folder: str, subfolder: str | None, kw
         raise ValueError(f"{folder!r} has no {SAFETENSORS_WEIGHTS_NAME}: give the folder in which the adapter is.")
     pattern = _block_path(base)
     with safe_open(path, framework="pt") as file:
-        return {int(match[1]) for key in file.keys() if (match := pattern.search(key))}
+        # Biases and saved modules are those of other blocks too.
+        keys = [key for key in file.keys() if "lora_" in key]
+    return {int(match[1]) for key in keys if (match := pattern.search(key))}
+
+
+def _targets(base: nn.Module, config: ZeroLockConfig) -> list[str]:
+    """Names of the base model's modules and parameters that would get adapters; none where only PEFT can tell."""
+    names = []
+    if config.target_modules not in (None, "all-linear"):
+        names += [name for name, _ in base.named_modules() if check_target_module_exists(config, name)]
+    ends = tuple(f".{target}" for target in config.target_parameters or ())
+    return names + [name for name, _ in base.named_parameters() if f".{name}".endswith(ends)]
 
 
 def _check_depth(base: nn.Module, config: ZeroLockConfig, folder: str, found: set[int]) -> None:
     pattern = _block_path(base)
-    matched = (pattern.search(name) for name, _ in base.named_modules() if check_target_module_exists(config, name))
-    expected = {int(match[1]) for match in matched if match}
+    expected = {int(match[1]) for name in _targets(base, config) if (match := pattern.search(name))}
     count = len(find_blocks(base))
+    deepest = max(found, default=-1)
+    fits = deepest == max(expected) if expected else deepest < count
     if config.chunk_sizes is not None:
         depth, known = sum(config.chunk_sizes), "of"
+        fits = fits and depth == count
     else:
-        depth, known = max(found, default=-1) + 1, "of (at least)"
-    if found != expected or (config.chunk_sizes is not None and depth != count):
+        depth, known = deepest + 1, "of (at least)"
+    if not fits:
+        needed = f" and would need {sorted(expected)}" if expected else ""
         raise ValueError(
             f"The adapter in {folder!r} was trained on a model {known} {depth} blocks, but {type(base).__name__} has "
-            f"{count}: it has weights for blocks {sorted(found)} and would need {sorted(expected)}. Load the base "
-            "model that it was trained on (base_model_name_or_path in adapter_config.json)."
+            f"{count}: it has weights for blocks {sorted(found)}{needed}. Load the base model that it was trained on "
+            "(base_model_name_or_path in adapter_config.json)."
         )

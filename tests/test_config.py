@@ -6,9 +6,11 @@ import json
 import pickle
 import warnings
 
+import huggingface_hub.constants
 import pytest
 import torch
 import zoo
+from hub_server import HubServer
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from small_runs import read_json
 from transformers import HfArgumentParser
@@ -45,6 +47,8 @@ CHUNKED = {
     "readout_warmup_ratio": 0.25,
     "logits_slice": 7,
 }
+
+COMMIT = "0" * 40
 
 
 @pytest.fixture
@@ -123,6 +127,54 @@ def test_a_plain_lora_adapter_gets_default_chunks_and_a_warning(tmp_path, caplog
     assert config == ZeroLockConfig(**RICH)
     assert "zerolock_config.json" in caplog.text
     assert "defaults" in caplog.text
+
+
+def test_the_heads_that_peft_names_again_are_read_once(tmp_path):
+    heads = ["classifier", "pooler", "classifier", "score", "pooler"]
+    LoraConfig(**RICH | {"modules_to_save": heads}).save_pretrained(tmp_path)
+    assert ZeroLockConfig.from_pretrained(tmp_path).modules_to_save == ["classifier", "pooler", "score"]
+    for _ in range(3):
+        config = ZeroLockConfig.from_pretrained(tmp_path)
+        config.target_modules, config.layers_to_transform, config.task_type = {"query"}, None, "SEQ_CLS"
+        model = get_peft_model(zoo.make_model("bert", "SEQ_CLS"), config)
+        model.save_pretrained(tmp_path)
+        assert len(read_json(tmp_path / "adapter_config.json")["modules_to_save"]) == 5  # ours, and PEFT's two
+
+
+@pytest.fixture
+def cached(tmp_path):
+    """The Hub's cache with a snapshot of a repository that has an adapter_config.json and nothing else."""
+    repository = tmp_path / "models--someone--adapter"
+    LoraConfig(**RICH).save_pretrained(repository / "snapshots" / COMMIT)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    return tmp_path
+
+
+@pytest.fixture(params=["offline", "local files only", "unreachable"])
+def no_hub(request, monkeypatch):
+    """The three ways of not asking the Hub; the arguments that go with each."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", request.param == "offline")
+    with HubServer() as gone:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", gone.url)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    return {"local_files_only": True} if request.param == "local files only" else {}
+
+
+def test_a_hub_that_cannot_be_asked_is_an_error_and_no_plain_adapter(cached, no_hub, caplog):
+    with pytest.raises(ValueError, match=r"zerolock_config\.json of 'someone/adapter'.*Hub.*hf download"):
+        ZeroLockConfig.from_pretrained("someone/adapter", cache_dir=cached, **no_hub)
+    assert "plain LoRA" not in caplog.text
+
+
+def test_a_plain_adapter_is_known_as_one_without_the_hub(cached, no_hub, caplog):
+    """The Hub said before that the repository has no such file."""
+    absent = cached / "models--someone--adapter" / ".no_exist" / COMMIT / "zerolock_config.json"
+    absent.parent.mkdir(parents=True)
+    absent.touch()
+    config = ZeroLockConfig.from_pretrained("someone/adapter", cache_dir=cached, **no_hub)
+    assert config == ZeroLockConfig(**RICH)
+    assert "plain LoRA" in caplog.text
 
 
 def test_a_folder_without_an_adapter_is_an_error(tmp_path):

@@ -51,7 +51,7 @@ REFUSED = [
     ({"readout_warmup_ratio": 1, "readout": "blocks"}, "readout_warmup_ratio=1", "in [0, 1)"),
     ({"readout_warmup_ratio": -0.1, "readout": "blocks"}, "readout_warmup_ratio=-0.1", "in [0, 1)"),
     ({"readout_warmup_ratio": 0.1, "readout": "lm_head"}, "readout_warmup_ratio=0.1", "nothing to warm up"),
-    ({"readout_warmup_ratio": 0.1}, "readout_warmup_ratio=0.1", "or a ratio of 0"),
+    ({"readout_warmup_ratio": 0.2, "readout": "lm_head"}, "readout_warmup_ratio=0.2", "or a ratio of 0"),
     (
         {"init_lora_weights": "pissa_niter_4", "readout": "blocks", "readout_dim": 2},
         "readout_dim=2",
@@ -81,6 +81,7 @@ def test_a_value_out_of_range_is_named_with_its_range(given, named, remedy):
         {"num_chunks": 2, "chunk_sizes": [2, 1]},
         {"alpha": 1e-6, "readout_learning_rate": 1e-9, "logits_slice": 1},
         {"readout": "vocab", "readout_vocab": [0, 5]},
+        {"readout_warmup_ratio": 0.1},
         {"readout_warmup_ratio": 0.99, "readout": "adapter"},
         {"readout_warmup_ratio": 0.1, "task_type": "SEQ_CLS", "readout": "lm_head"},
         {"train_chunks": [1, -1]},

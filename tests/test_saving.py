@@ -256,15 +256,47 @@ def test_an_adapter_of_another_depth_is_refused_with_both_depths(tmp_path, saved
     assert changed(model, before) == set()
 
 
+EXPERTS = {"target_modules": None, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+
+
 @pytest.mark.parametrize(
-    "saved",
-    [{"layers_to_transform": [0]}, {"target_modules": "all-linear"}, {"modules_to_save": ["lm_head"]}],
+    ("name", "saved"),
+    [
+        ("llama", {"layers_to_transform": [0]}),
+        ("llama", {"target_modules": "all-linear"}),
+        ("llama", {"modules_to_save": ["lm_head"]}),
+        ("llama", {"modules_to_save": ["mlp"], "layers_to_transform": [1]}),
+        ("opt", {"bias": "all", "layers_to_transform": [1]}),
+        ("mixtral", EXPERTS),
+        ("mixtral", EXPERTS | {"target_modules": ["q_proj"], "layers_to_transform": [0]}),
+    ],
     ids=str,
 )
-def test_an_adapter_that_fits_is_taken(tmp_path, saved):
-    settings = zoo.lora_arguments("llama") | saved
+def test_an_adapter_that_fits_is_taken(tmp_path, name, saved):
+    settings = zoo.lora_arguments(name) | {"init_lora_weights": False} | saved
+    model = get_peft_model(zoo.make_model(name), ZeroLockConfig(**settings))
+    model.save_pretrained(tmp_path)
+    loaded = load_adapter(zoo.make_model(name), str(tmp_path))
+    assert torch.equal(logits_of(loaded), logits_of(model))
+
+
+@pytest.mark.parametrize("targets", [None, "all-linear"])
+def test_targets_that_the_file_leaves_to_peft_do_not_stand_in_the_way(tmp_path, targets):
+    settings = zoo.lora_arguments("llama")
     get_peft_model(zoo.make_model("llama"), ZeroLockConfig(**settings)).save_pretrained(tmp_path)
-    assert isinstance(load_adapter(zoo.make_model("llama"), str(tmp_path)), PeftModel)
+    config = read_json(tmp_path / "adapter_config.json") | {"target_modules": targets}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert isinstance(load_adapter(zoo.make_model("llama"), tmp_path), PeftModel)
+    with pytest.raises(ValueError, match=r"\(at least\) 3 blocks.*has 2: it has weights for blocks \[0, 1, 2\]\."):
+        load_adapter(zoo.make_model("llama", num_hidden_layers=2), tmp_path)
+
+
+@pytest.mark.parametrize("base", [2, 4])
+def test_an_adapter_of_experts_of_another_depth_is_refused(tmp_path, base):
+    settings = zoo.lora_arguments("mixtral") | EXPERTS
+    get_peft_model(zoo.make_model("mixtral"), ZeroLockConfig(**settings)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"\(at least\) 3 blocks.*has {base}"):
+        load_adapter(zoo.make_model("mixtral", num_hidden_layers=base), tmp_path)
 
 
 def test_load_adapter_refuses_a_model_with_adapters_and_a_folder_without_weights(trained, tmp_path):

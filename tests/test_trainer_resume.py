@@ -10,7 +10,7 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from small_runs import changed, losses, make_arguments, make_trainer, snapshot
 
-from peft_zerolock import ZeroLockConfig, ZeroLockTrainer
+from peft_zerolock import ZeroLockConfig, ZeroLockTrainer, load_adapter
 from peft_zerolock.checkpoint import load_readouts
 
 DROPOUT = {
@@ -180,6 +180,28 @@ def test_an_adapter_of_another_name_resumes(tmp_path):
     assert isinstance(PeftModel.from_pretrained(zoo.make_model("llama"), tmp_path / "checkpoint-8/mine"), PeftModel)
 
 
+@pytest.mark.parametrize("by", ["load_adapter", "from_pretrained"])
+@pytest.mark.parametrize(
+    ("name", "config"), [("bert", {}), ("deberta", {}), ("bert", {"modules_to_save": ["pooler"]})]
+)
+def test_a_classifier_read_from_its_checkpoint_resumes(tmp_path, name, config, by):
+    """PEFT names the heads again each time it takes a configuration that it wrote."""
+    whole = make_trainer(tmp_path, name, "SEQ_CLS", config=config, **BY_STEPS)
+    whole.train()
+    folder = tmp_path / "checkpoint-4"
+    model, given = zoo.make_model(name, "SEQ_CLS"), {}
+    torch.manual_seed(1)
+    if by == "load_adapter":
+        model = load_adapter(model, folder, is_trainable=True)
+    else:
+        given = {"peft_config": ZeroLockConfig.from_pretrained(folder)}
+        given["peft_config"].inference_mode = False  # PEFT saves every adapter for inference
+    arguments, rows = make_arguments(tmp_path, **BY_STEPS), zoo.class_rows(16)
+    resumed = ZeroLockTrainer(model=model, args=arguments, train_dataset=rows, data_collator=zoo.collate, **given)
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert_same(snapshot(whole.model), snapshot(resumed.model))
+
+
 # ---- refused ----
 
 
@@ -219,6 +241,7 @@ def test_other_settings_are_refused_by_name(stopped, config, told, given):
 
 def test_the_same_settings_said_otherwise_are_taken(stopped):
     config = {"readout": "adapter", "num_chunks": None, "logits_slice": 3}
+    config |= {"target_modules": ["v_proj", "q_proj", "v_proj"]}
     trainer = trainer_for(stopped, config=config, **BY_STEPS | {"max_steps": 5, "save_strategy": "no"})
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 5
