@@ -41,7 +41,9 @@ class QuickstartArguments:
 
     model: str = field(default="smollm2-135m", metadata={"help": "Hub name, local folder, or smollm2-135m (a wheel)."})
     output_dir: str = field(default="outputs/quickstart", metadata={"help": "Where the adapter is saved."})
-    readout: str = field(default="auto", metadata={"help": "As in ZeroLockConfig; try lm_head, the paper's."})
+    readout: Literal["auto", "lm_head", "adapter", "bottleneck", "vocab", "blocks"] = field(
+        default="auto", metadata={"help": "As in ZeroLockConfig; lm_head is the paper's."}
+    )
     num_chunks: int = field(default=3, metadata={"help": "Chunks that learn without waiting for each other."})
     train_rows: int = field(default=320, metadata={"help": "Training examples."})
     held_out_rows: int = field(default=64, metadata={"help": "Questions that are asked before and after."})
