@@ -7,10 +7,13 @@ python eval/report.py --write eval/LOG.md        # puts them between the report 
 import argparse
 import json
 import statistics
+from functools import cache
 from pathlib import Path
 
+import yaml
 from scipy.stats import t as student
 
+EXPERIMENTS = Path(__file__).with_name("quality") / "experiments.yaml"
 RESULTS = Path(__file__).with_name("results") / "quality"
 BEGIN, END = "<!-- report:begin -->", "<!-- report:end -->"
 HEADER = """\
@@ -83,7 +86,9 @@ def _lines(done: list[dict]) -> list[str]:
     lines = []
     for method, seeds in by_method.items():
         shared = [] if method == "bp" else sorted(seeds.keys() & reference.keys())
-        cells = [next(iter(seeds.values()))["config"]["method"]["label"], ", ".join(map(str, sorted(seeds)))]
+        first = next(iter(seeds.values()))
+        cells = [_label(first["experiment"], method) or first["config"]["method"]["label"]]
+        cells.append(", ".join(map(str, sorted(seeds))))
         cells += [show([result[metric] for result in seeds.values()]) for metric in ("accuracy", "nll")]
         for metric in ("accuracy", "nll"):
             cells.append(show([seeds[seed][metric] - reference[seed][metric] for seed in shared], sign="+"))
@@ -91,6 +96,16 @@ def _lines(done: list[dict]) -> list[str]:
         cells.append(f"{statistics.fmean(seconds):.0f}" if seconds else "-")
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+@cache
+def _experiments() -> dict:
+    return yaml.safe_load(EXPERIMENTS.read_text(encoding="utf-8"))["experiments"]
+
+
+def _label(experiment: str, method: str) -> str | None:
+    """What experiments.yaml calls the method today: which settings are the defaults may have changed since the run."""
+    return _experiments().get(experiment, {}).get("methods", {}).get(method, {}).get("label")
 
 
 def _states(done: list[dict]) -> str:

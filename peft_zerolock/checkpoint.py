@@ -199,7 +199,7 @@ def _settings(config: ZeroLockConfig) -> dict[str, Any]:
     values = config.chunk_settings() | {name: getattr(config, name) for name in _LORA_SETTINGS}
     for name in ("num_chunks", "chunk_sizes", "logits_slice"):
         del values[name]
-    values["chunks"] = (config.resolved_num_chunks, config.chunk_sizes)
+    values["num_chunks, chunk_sizes"] = (config.resolved_num_chunks, config.chunk_sizes)
     for name in _WITHOUT_ORDER:
         if isinstance(values[name], list | tuple | set):
             values[name] = sorted(set(values[name]))  # PEFT names the heads of a classifier again at each loading

@@ -79,8 +79,8 @@ def check_model(model: nn.Module) -> None:
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
-            "The model has no trainable parameter: load the adapter with is_trainable=True, and leave inference_mode False "
-            "in its config."
+            "The model has no trainable parameter: load the adapter with is_trainable=True, and leave inference_mode "
+            "False in its config."
         )
     _check_pad_token(model.get_base_model(), config)
     _check_tied_ends(model.get_base_model())

@@ -216,8 +216,8 @@ def stopped(tmp_path_factory):
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ({"num_chunks": 3}, r"chunks: \(2, None\) there, \(3, None\) now"),
-        ({"num_chunks": None, "chunk_sizes": [1, 2]}, r"chunks: \(2, None\) there, \(2, \[1, 2\]\) now"),
+        ({"num_chunks": 3}, r"num_chunks, chunk_sizes: \(2, None\) there, \(3, None\) now"),
+        ({"num_chunks": None, "chunk_sizes": [1, 2]}, r"chunk_sizes: \(2, None\) there, \(2, \[1, 2\]\) now"),
         ({"alpha": 1.0}, "alpha: 0.7 there, 1.0 now"),
         ({"readout": "lm_head"}, "readout: 'adapter' there, 'lm_head' now"),
         ({"readout_dim": 8}, "readout_dim: None there, 8 now"),
