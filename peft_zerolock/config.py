@@ -51,10 +51,10 @@ class ZeroLockConfig(LoraConfig):
               small LoRA of its own, then the tail (AugLocal, arXiv 2402.17318, made for LoRA).
             - `"auto"`: `"blocks"`.
 
-            How the default was chosen (`python eval/report.py`): on MiniLM-L6 and SST-2, 2 later blocks brought 2 and 3
-            chunks to the accuracy and NLL of backpropagation, while the bare tail was below LoRA in the last chunk
-            only. On SmolLM2-135M and AG News, the last 2 blocks were clearly better than the bare tail at 2 chunks, and
-            level with it at 3, where neither beats the last chunk only in NLL (one seed).
+            How the default was chosen (`python eval/report.py`): on MiniLM-L6 and SST-2, 2 later blocks brought 2 and
+            3 chunks to the accuracy and NLL of backpropagation, while the bare tail stayed below LoRA in the last
+            chunk only. On SmolLM2-135M and AG News, the last 2 blocks were clearly better than the bare tail at 2
+            chunks, and level with it at 3, where neither beats the last chunk only in NLL (one seed).
         readout_dim (`int`, *optional*): Width of the adapter (default 64), rank of the bottleneck (default 64), or
             rank of the readout blocks' LoRA (default: `r`).
         readout_blocks (`int`): How many later blocks a readout of kind `"blocks"` runs through (fewer where fewer

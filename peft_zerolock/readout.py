@@ -1,6 +1,8 @@
 """The readouts: what turns the hidden state after a chunk into logits (paper, "Readout", "Readout adapter")."""
 
 import dataclasses
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -149,6 +151,30 @@ class Tail:
         """The module trees that belong to this tail."""
         trees = {"tail": self.view.module if self.view is not None else None, "bottleneck": self.bottleneck}
         return {name: tree for name, tree in trees.items() if tree is not None}
+
+
+def readout_vocabulary(config: ZeroLockConfig, dataset: Any, collate: Callable[[list[Any]], dict[str, Any]]) -> Tensor:
+    """The token ids of a readout of kind `"vocab"`: the given ones, or the most frequent labels of the training data.
+
+    Raises:
+        ValueError: the data set has no length, so its tokens cannot be counted beforehand.
+    """
+    if isinstance(config.readout_vocab, list):
+        return torch.tensor(sorted(config.readout_vocab), dtype=torch.long)
+    try:
+        size = len(dataset)
+    except TypeError as error:
+        raise ValueError(
+            f"readout_vocab={config.readout_vocab!r} counts tokens in the training data, which this data set cannot "
+            "tell in advance: give a list of token ids."
+        ) from error
+    counts: Counter[int] = Counter()
+    with torch.random.fork_rng():
+        for start in range(0, size, 64):
+            labels = collate([dataset[i] for i in range(start, min(start + 64, size))])["labels"]
+            counts.update(labels[labels >= 0].tolist())
+    ranked = sorted(counts, key=lambda token: (-counts[token], token))
+    return torch.tensor(sorted(ranked[: config.readout_vocab or DEFAULT_VOCAB]), dtype=torch.long)
 
 
 def readout_blocks(blocks: BlockMap, config: ZeroLockConfig, chunk: range) -> dict[int, nn.Module]:

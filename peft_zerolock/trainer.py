@@ -20,7 +20,7 @@ from .config import ZeroLockConfig
 from .early_exit import EarlyExit
 from .objective import supervised_tokens
 from .parallel import GradientAverage, same_start
-from .readout import DEFAULT_VOCAB
+from .readout import readout_vocabulary
 from .runtime import SequentialRuntime, WindowReport
 from .saving import SavingMixin
 from .stage import Entry, Stage, build_stages
@@ -107,7 +107,10 @@ class ZeroLockMixin(SavingMixin):
         """The model's stages, made when they are first needed."""
         if self._staged_model is not self.model:
             config = self.zerolock_config
-            vocab = self._frequent_tokens(config) if config.resolved_readout == "vocab" else None
+            vocab = None
+            if config.resolved_readout == "vocab":
+                collate = self._get_collator_with_removed_columns(self.data_collator)
+                vocab = readout_vocabulary(config, self.train_dataset, collate)
             contract.prepare_trainable(self.model)
             with torch.random.fork_rng():
                 torch.manual_seed(self.args.seed)
@@ -161,28 +164,6 @@ class ZeroLockMixin(SavingMixin):
         """The readouts' own parameters, by chunk and name: trained ones and frozen copies."""
         owned = ((stage.name, stage.readout | stage.copies) for stage in self.stages)
         return {f"{stage}.{name}": p for stage, parameters in owned for name, p in parameters.items()}
-
-    def _frequent_tokens(self, config: ZeroLockConfig) -> Tensor:
-        if isinstance(config.readout_vocab, list | tuple | set):
-            return torch.tensor(sorted(config.readout_vocab), dtype=torch.long)
-        wanted = config.readout_vocab or DEFAULT_VOCAB
-        try:
-            size = len(self.train_dataset)
-        except TypeError as error:
-            raise ValueError(
-                f"readout_vocab={config.readout_vocab!r} counts tokens in the training data, which this data set "
-                "cannot tell in advance: give a list of token ids."
-            ) from error
-        counts: dict[int, int] = {}
-        with torch.random.fork_rng():
-            dataset, collate = self.train_dataset, self._get_collator_with_removed_columns(self.data_collator)
-            for start in range(0, size, 64):
-                batch = collate([dataset[i] for i in range(start, min(start + 64, size))])
-                ids, numbers = batch["labels"][batch["labels"] >= 0].unique(return_counts=True)
-                for token, number in zip(ids.tolist(), numbers.tolist(), strict=True):
-                    counts[token] = counts.get(token, 0) + number
-        chosen = sorted(counts, key=lambda token: (-counts[token], token))[:wanted]
-        return torch.tensor(sorted(chosen), dtype=torch.long)
 
     # ---- training ----
 
