@@ -55,7 +55,7 @@ class ZeroLockConfig(LoraConfig):
             3 chunks to the accuracy and NLL of backpropagation, while the bare tail stayed below LoRA in the last
             chunk only. On SmolLM2-135M and AG News, the last 2 blocks were clearly better than the bare tail at 2
             chunks, and level with it at 3, where neither beats the last chunk only in NLL (one seed); the quickstart
-            answers 55 of 64 held-out questions with it and 47 with the tail (`recipes/quickstart.py --readout lm_head`).
+            answers 55 of 64 held-out questions with it, and 47 with the tail (`quickstart.py --readout lm_head`).
         readout_dim (`int`, *optional*): Width of the adapter (default 64), rank of the bottleneck (default 64), or
             rank of the readout blocks' LoRA (default: `r`).
         readout_blocks (`int`): How many later blocks a readout of kind `"blocks"` runs through (fewer where fewer
