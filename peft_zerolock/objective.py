@@ -4,7 +4,7 @@ Both terms are sums over the supervised positions divided by the same count, tha
 splitting a window into micro-batches changes nothing. Terms are computed in float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ class TokenObjective:
     """
 
     logits_of: Callable[[Tensor], Tensor]
-    parameters: list[Tensor]
+    parameters: Sequence[Tensor]
     slice_size: int
     alpha: float = 1.0
     direction: str = "forward"

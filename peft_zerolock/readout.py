@@ -124,6 +124,7 @@ class Tail:
         vocab: Tensor | None = None,
     ):
         self.view, self.bottleneck, self.restricted, self.vocab = view, bottleneck, restricted, vocab
+        self.parameters = [p for tree in self.modules().values() for p in tree.parameters()]
 
     def restrict(self, targets: Tensor) -> Tensor:
         """Chooses the tokens to compute for a batch's targets `(tokens,)`; returns the targets as their indices."""

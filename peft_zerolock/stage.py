@@ -133,7 +133,7 @@ class Stage:
             previous = self._previous(entry)[1][mask]
         objective = TokenObjective(
             self.tail,
-            [p for tree in self.tail.modules().values() for p in tree.parameters()],
+            self.tail.parameters,
             self.config.logits_slice or len(targets),
             self.config.alpha,
             self.config.consistency,

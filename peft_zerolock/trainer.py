@@ -220,8 +220,9 @@ class ZeroLockMixin(SavingMixin):
         if self._window != self.state.global_step:
             self._window = self.state.global_step
             self._windows += 1
-            for parameter in self.readouts.values():
-                parameter.grad = None
+            for stage in stages:
+                for parameter in stage.readout.values():
+                    parameter.grad = None
         zero = torch.zeros((), device=self.args.device)
         ends_window = self.accelerator.sync_gradients
         if not self._has_targets(inputs, num_items_in_batch):

@@ -260,7 +260,6 @@ def test_long_rows_are_dropped_and_counted(caplog):
 
 
 @pytest.mark.shared_data
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real data sets (../shared/data) are not beside the project")
 @pytest.mark.parametrize(
     "name, split, columns, rows, ones",
     [
@@ -278,7 +277,6 @@ def test_real_data_is_read_whole(name, split, columns, rows, ones):
 
 
 @pytest.mark.shared_data
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real data sets (../shared/data) are not beside the project")
 def test_real_scores_are_numbers():
     scores = load_rows(SHARED, "train", config="stsb", columns={"sentence1": str, "label": float})["label"]
     assert len(scores) == 5749 and (min(scores), max(scores)) == (0.0, 5.0)

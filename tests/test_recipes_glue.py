@@ -236,7 +236,6 @@ def test_the_command_line_trains_from_a_yaml_file(bert, data, tmp_path):
 
 @pytest.mark.shared_data
 @pytest.mark.minilm
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real data sets (../shared/data) are not beside the project")
 def test_the_shipped_sst2_run_learns_real_rows(tmp_path):
     rows = str(SHARED / "sst2" / "validation.jsonl")
     flags = ["--train_file", rows, "--validation_file", rows, "--max_train_samples", "16", "--max_eval_samples", "16"]
