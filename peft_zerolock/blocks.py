@@ -85,6 +85,8 @@ class Ports:
     """Whether the readout's gradient stops at h_k (readout warm-up)."""
     skip_chunk: bool = False
     """Whether the chunk's blocks are skipped, so that the readout reads h_{k-1}."""
+    skip_readout: bool = False
+    """Whether the readout's blocks and adapter are skipped, because only h_k is wanted."""
     last_position_only: bool = False
     """Whether the tail gets only the last position, because the loss is taken elsewhere."""
 
@@ -151,9 +153,10 @@ class Slot(nn.Module):
                 hidden = hidden.detach().requires_grad_()
         if self.leaves == "before":
             hidden = ports.leave(hidden)
-            hidden = hidden if self.adapter is None else self.adapter(hidden)
+            hidden = hidden if self.adapter is None or ports.skip_readout else self.adapter(hidden)
         rest: tuple[Any, ...] = (None,) * (self.tuple_length - 1)
-        if self.block is not None and not (self.kind == "chunk" and ports.skip_chunk):
+        skipped = ports.skip_chunk if self.kind == "chunk" else ports.skip_readout
+        if self.block is not None and not skipped:
             with _unrecorded() if self.kind == "readout" else nullcontext():
                 if args:
                     output = self.block(hidden, *args[1:], **kwargs)
@@ -177,6 +180,8 @@ class BlockMap:
     blocks: nn.ModuleList
     tuple_length: int = 0
     shared: list[Any] = field(default_factory=list)
+    aliases: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
+    """Frozen parameters that have the values of trained ones, which come second; by the first one's id."""
 
     @classmethod
     def of(cls, model: nn.Module, dry_batch: dict[str, Tensor]) -> "BlockMap":
@@ -207,6 +212,7 @@ class BlockMap:
         adapter: nn.Module | None = None,
         fresh: Iterable[nn.Parameter] = (),
         replace: dict[nn.Module, nn.Module] | None = None,
+        current: Iterable[nn.Parameter] = (),
     ) -> View:
         """A view whose real blocks are those of `chunk`, then `readout_blocks` by index.
 
@@ -217,6 +223,7 @@ class BlockMap:
             adapter: what h_k runs through before them.
             fresh: parameters outside the blocks of which the view gets copies of its own.
             replace: modules outside the blocks, and what stands in their place.
+            current: parameters outside the blocks that the view reads as they are at any time, but never trains.
         """
         ports = Ports()
         last = len(self) - 1
@@ -238,13 +245,18 @@ class BlockMap:
                 slot.leaves = "after"
             slot.grad_input = slot.enters and bool(chunk) and needs_input_grad(original)
             replacements[id(original)] = slot
-        return View(self._copy(self.model, replacements, fresh), ports)
+        return View(self._copy(self.model, replacements, fresh, current), ports)
 
     def _copy(
-        self, module: nn.Module, replacements: dict[int, nn.Module] | None = None, fresh: Iterable[nn.Parameter] = ()
+        self,
+        module: nn.Module,
+        replacements: dict[int, nn.Module] | None = None,
+        fresh: Iterable[nn.Parameter] = (),
+        current: Iterable[nn.Parameter] = (),
     ) -> nn.Module:
         own = {id(p) for p in fresh}
         memo: dict[int, Any] = {id(p): p for p in module.parameters() if id(p) not in own}
+        memo |= {id(p): self._alias(p) for p in current}
         memo |= {id(b): b for b in module.buffers()}
         for part in module.modules():
             # Weights that are no parameters: quantised ones in 8 bits are kept in a plain attribute.
@@ -257,9 +269,20 @@ class BlockMap:
                 part.forward = _rebound(part.forward, memo)
         return copied
 
-    def readout_block(self, index: int) -> nn.Module:
-        """A copy of one block that shares its frozen weights but has adapter parameters of its own."""
+    def _alias(self, parameter: nn.Parameter) -> nn.Parameter:
+        alias = nn.Parameter(parameter.data, requires_grad=False)
+        self.aliases[id(alias)] = (alias, parameter)
+        return alias
+
+    def readout_block(self, index: int, weights: str) -> nn.Module:
+        """A copy of one block that shares its frozen weights.
+
+        Args:
+            weights: `"own"`: adapter parameters of its own; `"current"`: the block's, as they are at any time.
+        """
         trainable = [p for p in self.blocks[index].parameters() if p.requires_grad]
+        if weights == "current":
+            return self._copy(self.blocks[index], current=trainable)
         return self._copy(self.blocks[index], fresh=trainable)
 
 

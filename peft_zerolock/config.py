@@ -58,10 +58,20 @@ class ZeroLockConfig(LoraConfig):
             answers 55 of 64 held-out questions with it, and 47 with the tail (`quickstart.py --readout lm_head`).
         readout_dim (`int`, *optional*): Width of the adapter (default 64), rank of the bottleneck (default 64), or
             rank of the readout blocks' LoRA (default: `r`).
-        readout_blocks (`int`): How many later blocks a readout of kind `"blocks"` runs through (fewer where fewer
-            are left).
+        readout_blocks (`int`, `float` or `"all"`): Gradient reach: how many later blocks a readout of kind `"blocks"`
+            runs through. A number (fewer where fewer are left; 0 is the tail alone, the paper's), a share of the
+            later blocks in (0, 1) (rounded up), or `"all"`.
         readout_blocks_from (`str`): Which ones: `"even"` (sampled evenly from the rest, the last block included),
             `"next"`, `"last"`, or `"auto"`: even for SEQ_CLS and TOKEN_CLS, last otherwise.
+        readout_weights (`str`): What a readout of kind `"blocks"` adapts those blocks, and the tail, with. `"own"`: a
+            LoRA of its own (and, with a classification head, a copy of the tail), trained with the chunk's loss and
+            thrown away; the chunk needs nothing from those after it. `"current"`: what the later chunks have learnt
+            up to the last update window, frozen. With `readout_blocks="all"` the chunk's gradient is then
+            backpropagation's.
+        readout_rows (`float` or `"auto"`): On which share of the rows of an update window, in (0, 1], the chunks below
+            the last take their local loss; the other rows only run forward there, without a graph. Which rows is
+            settled by counting, not by chance. `"auto"`: as many as keep the activations of a chunk with its readout
+            blocks within those of the chunk alone.
         readout_vocab (`int` or `list[int]`, *optional*): For `"vocab"`: the token ids, or how many of the most
             frequent label tokens of the training data (default 4096).
         readout_learning_rate (`float`, *optional*): Learning rate of the readouts' own parameters; default: the
@@ -87,8 +97,12 @@ class ZeroLockConfig(LoraConfig):
     consistency_first: bool = field(default=True, metadata={"help": "Consistency term in chunk 1 too."})
     readout: str = field(default="auto", metadata={"help": f"One of {', '.join(READOUTS)}."})
     readout_dim: int | None = field(default=None, metadata={"help": "Width or rank of the readout."})
-    readout_blocks: int = field(default=2, metadata={"help": "Later blocks in a readout of kind 'blocks'."})
+    readout_blocks: int | float | str = field(
+        default=2, metadata={"help": "Later blocks in a readout of kind 'blocks': a number, a share, or 'all'."}
+    )
     readout_blocks_from: str = field(default="auto", metadata={"help": "'even', 'next', 'last' or 'auto'."})
+    readout_weights: str = field(default="own", metadata={"help": "'own' adapters of readout blocks, or 'current'."})
+    readout_rows: float | str = field(default=1.0, metadata={"help": "Share of rows with a local loss, or 'auto'."})
     readout_vocab: int | list[int] | None = field(default=None, metadata={"help": "Token ids or their number."})
     readout_learning_rate: float | None = field(default=None, metadata={"help": "Learning rate of the readouts."})
     readout_warmup_ratio: float = field(default=0.0, metadata={"help": "Share of steps in which only readouts learn."})
@@ -122,9 +136,14 @@ class ZeroLockConfig(LoraConfig):
             self.readout_dim is None or (_is_int(self.readout_dim) and self.readout_dim >= 1),
             "a whole number >= 1, or None for the readout's own default",
         )
-        _check(
-            self, "readout_blocks", _is_int(self.readout_blocks) and self.readout_blocks >= 1, "a whole number >= 1"
-        )
+        reach = self.readout_blocks
+        is_share = isinstance(reach, float) and 0 < reach < 1
+        valid = reach == "all" or is_share or (_is_int(reach) and int(reach) >= 0)
+        _check(self, "readout_blocks", valid, "a whole number >= 0, a share of the later blocks in (0, 1), or 'all'")
+        _check(self, "readout_weights", self.readout_weights in ("own", "current"), "'own' or 'current'")
+        rows = self.readout_rows
+        valid = rows == "auto" or (_is_number(rows) and 0 < float(rows) <= 1)
+        _check(self, "readout_rows", valid, "a share of the rows in (0, 1], or 'auto'")
         kinds = ("auto", "even", "next", "last")
         _check(self, "readout_blocks_from", self.readout_blocks_from in kinds, "auto, even, next or last")
         _check(
@@ -175,12 +194,29 @@ class ZeroLockConfig(LoraConfig):
                 "a part of rank r of the base weights into the adapters, so the readout's need that rank too. Use "
                 f"readout_dim={self.r} or None."
             )
-        if self.readout_warmup_ratio > 0 and self.resolved_readout == "lm_head":
-            if self.task_type not in CLASSIFICATION_TASKS:
-                raise ValueError(
-                    f"readout_warmup_ratio={self.readout_warmup_ratio}: the frozen head (readout='lm_head') has "
-                    "nothing to warm up. Use readout='adapter', 'bottleneck' or 'blocks', or a ratio of 0."
-                )
+        self._check_own_parameters()
+
+    def _check_own_parameters(self) -> None:
+        """Settings of a readout's own parameters need a readout that has some."""
+        current = self.readout_weights == "current"
+        if current and self.resolved_readout != "blocks":
+            raise ValueError(
+                f"readout_weights='current' belongs to readout='blocks', got readout={self.readout!r}: leave it at "
+                "'own'."
+            )
+        if current and self.readout_dim is not None:
+            raise ValueError(
+                f"readout_dim={self.readout_dim}: with readout_weights='current' the readout has no LoRA of its own. "
+                "Leave readout_dim out, or use readout_weights='own'."
+            )
+        bare = self.resolved_readout == "lm_head" or (self.resolved_readout == "blocks" and self.readout_blocks == 0)
+        frozen = current or (bare and self.task_type not in CLASSIFICATION_TASKS)
+        if self.readout_warmup_ratio > 0 and frozen:
+            raise ValueError(
+                f"readout_warmup_ratio={self.readout_warmup_ratio}: this readout has no parameters of its own to warm "
+                "up. Use readout='adapter' or 'bottleneck', or 'blocks' with readout_weights='own' and at least one "
+                "block, or a ratio of 0."
+            )
 
     def _check_train_chunks(self) -> None:
         chosen, count = self.train_chunks, self.resolved_num_chunks
@@ -211,6 +247,19 @@ class ZeroLockConfig(LoraConfig):
         if self.readout_blocks_from != "auto":
             return self.readout_blocks_from
         return "even" if self.task_type in CLASSIFICATION_TASKS else "last"
+
+    def reach(self, later: int) -> int:
+        """How many of `later` later blocks a readout of kind `"blocks"` runs through."""
+        asked: Any = self.readout_blocks
+        if asked == "all":
+            return later
+        return min(later, math.ceil(asked * later) if isinstance(asked, float) else asked)
+
+    def row_share(self, blocks: int, later: int) -> float:
+        """The share of rows with a local loss, for a chunk of `blocks` blocks with `later` later ones."""
+        if self.readout_rows != "auto":
+            return float(self.readout_rows)
+        return blocks / (blocks + (self.reach(later) if self.resolved_readout == "blocks" else 0))
 
     @property
     def trained_chunks(self) -> set[int]:

@@ -44,6 +44,8 @@ def sample_later_blocks(num_blocks: int, after: int, count: int, kind: str) -> l
     """
     later = list(range(after, num_blocks))
     count = min(count, len(later))
+    if count == 0:
+        return []
     if kind == "next":
         return later[:count]
     if kind == "last":

@@ -179,9 +179,10 @@ def readout_vocabulary(config: ZeroLockConfig, dataset: Any, collate: Callable[[
 
 
 def readout_blocks(blocks: BlockMap, config: ZeroLockConfig, chunk: range) -> dict[int, nn.Module]:
-    """Copies of later blocks for a readout of kind `"blocks"`: shared frozen weights, a LoRA of their own."""
-    chosen = sample_later_blocks(len(blocks), chunk.stop, config.readout_blocks, config.resolved_blocks_from)
-    copies = {index: blocks.readout_block(index) for index in chosen}
+    """Copies of later blocks for a readout of kind `"blocks"`: frozen weights shared, a LoRA as the config says."""
+    reach = config.reach(len(blocks) - chunk.stop)
+    chosen = sample_later_blocks(len(blocks), chunk.stop, reach, config.resolved_blocks_from)
+    copies = {index: blocks.readout_block(index, config.readout_weights) for index in chosen}
     if config.readout_dim is not None and config.readout_dim != config.r:
         rank = config.readout_dim
         alpha = config.lora_alpha * rank / config.r
@@ -204,7 +205,8 @@ def make_tail(
     """The tail of a causal LM that one chunk reads through.
 
     The last chunk's is the model's own. The others' is frozen: where the tail has trainable parameters, they are
-    copies as they are now, so that no gradient of a lower chunk reaches the last chunk.
+    copies as they are now (or, with `readout_weights="current"`, at any time), so that no gradient of a lower chunk
+    reaches the last chunk.
     """
     none = range(0)
     if is_last:
@@ -219,6 +221,8 @@ def make_tail(
             )
         return Tail(None, bottleneck=BottleneckHead(head, config.readout_dim or DEFAULT_DIM))
     trainable = [p for p in tail_parameters if p.requires_grad]
+    if config.readout_weights == "current":
+        return Tail(blocks.view(none, current=trainable))
     if config.resolved_readout == "vocab":
         size = _base_layer(head).weight.shape[0]
         if vocab is None or len(vocab) == 0 or int(vocab.max()) >= size:

@@ -1,8 +1,9 @@
 """A stage: one chunk with its readout as a unit that runs forward, hands its hidden state on and learns by itself."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from .objective import Terms, TokenObjective, mix, output_consistency, supervise
 from .partition import chunks_of_sizes, split_evenly
 from .readout import DEFAULT_DIM, ResidualAdapter, Tail, make_tail, readout_blocks, take_any_dtype
 
-LossFunction = Callable[[nn.Module, dict[str, Any], bool], tuple[Tensor, Any]]
+LossFunction = Callable[[nn.Module, dict[str, Any], bool, float], tuple[Tensor, Any]]
 
 
 @dataclass
@@ -29,6 +30,8 @@ class Entry:
         hidden: h_{k-1}, detached, `(batch, seq, hidden)`; None for the first stage.
         grad_scale: loss scale of mixed precision.
         warmup: whether chunks whose readout has parameters of its own train only those.
+        first_row: number of the micro-batch's first row, counted over the update window from a start that moves on by
+            one with each window; settles which rows the chunks below the last learn from.
     """
 
     inputs: dict[str, Any]
@@ -36,6 +39,31 @@ class Entry:
     hidden: Tensor | None = None
     grad_scale: float = 1.0
     warmup: bool = False
+    first_row: int = 0
+
+    @property
+    def size(self) -> int:
+        """Rows of the micro-batch."""
+        return next(len(self.inputs[name]) for name in ("input_ids", "inputs_embeds") if name in self.inputs)
+
+    def take(self, rows: list[int], share: float) -> "Entry":
+        """Some of the rows, which stand for all: they are `share` of those that the window counts."""
+        size = self.size
+
+        def some(value: Any) -> Any:
+            if not torch.is_tensor(value) or value.dim() == 0 or len(value) != size:
+                return value
+            return value[torch.tensor(rows, device=value.device)]
+
+        inputs = {name: some(value) for name, value in self.inputs.items()}
+        return replace(self, inputs=inputs, hidden=some(self.hidden), count=self.count * share)
+
+
+def learning_rows(entry: Entry, share: float) -> list[int]:
+    """The rows of a micro-batch that are `share` of all rows, however the window is split into micro-batches."""
+    # A little more than the product, so that thirds and the like add up to whole numbers.
+    before = [math.floor((entry.first_row + i) * share + 1e-9) for i in range(entry.size + 1)]
+    return [i for i in range(entry.size) if before[i + 1] > before[i]]
 
 
 @dataclass
@@ -50,6 +78,8 @@ class Stage:
         adapters: the chunk's trainable parameters in the model, by name.
         readout: the readout's own trainable parameters, by name; never part of the adapter file.
         copies: the readout's frozen copies of what the last chunk trains in the tail, as it was at the start, by name.
+        aliases: the readout's frozen views of what later chunks train, each with the parameter whose values it has.
+        row_share: the share of rows that the chunk learns from.
         autocast: context of mixed precision for what runs outside the view's forward.
     """
 
@@ -62,6 +92,8 @@ class Stage:
     adapters: dict[str, nn.Parameter]
     readout: dict[str, nn.Parameter] = field(default_factory=dict)
     copies: dict[str, nn.Parameter] = field(default_factory=dict)
+    aliases: list[tuple[nn.Parameter, nn.Parameter]] = field(default_factory=list)
+    row_share: float = 1.0
     label_smoothing: float = 0.0
     autocast: Callable[[], AbstractContextManager] = nullcontext
 
@@ -80,22 +112,61 @@ class Stage:
 
         Args:
             send: called with the detached h_k; None for the last stage.
-            loss_of: the model's own loss of a view on a micro-batch, scaled for the window, and its outputs where
-                they are asked for. Used where there is no sliced tail.
+            loss_of: the model's own loss of a view on a micro-batch, scaled for the window of which its rows are a
+                share, and its outputs where they are asked for. Used where there is no sliced tail.
 
         Returns:
-            The local objective with its graph, or None for a chunk below the last that does not learn.
+            The local objective with its graph, or None for a chunk below the last that learns from none of the rows.
         """
+        for alias, source in self.aliases:
+            alias.data = source.data
+        if self.is_last or (self.learns and self.row_share == 1):
+            return self._learn(entry, send, loss_of)
+        rows = self._rows(entry)
+        if len(rows) == entry.size:
+            return self._learn(entry.take(rows, self.row_share), send, loss_of)
+        assert send is not None
+        if not rows:
+            self._forward_only(entry, send)
+            return None
+        others = sorted(set(range(entry.size)) - set(rows))
+        passed: list[Tensor] = []
+        self._forward_only(entry.take(others, 1.0), passed.append)
+
+        def send_all(hidden: Tensor) -> None:
+            whole = hidden.new_empty(entry.size, *hidden.shape[1:])
+            whole[torch.tensor(rows, device=hidden.device)] = hidden
+            whole[torch.tensor(others, device=hidden.device)] = passed.pop()
+            send(whole)
+
+        return self._learn(entry.take(rows, self.row_share), send_all, loss_of)
+
+    def _rows(self, entry: Entry) -> list[int]:
+        """Which rows a chunk below the last learns from; none where they have no targets."""
+        rows = learning_rows(entry, self.row_share) if self.learns else []
+        labels = entry.inputs.get("labels")
+        if not torch.is_tensor(labels) or labels.is_floating_point():
+            return rows
+        return rows if rows and bool((labels[rows] != -100).any()) else []
+
+    def _learn(self, entry: Entry, send: Callable[[Tensor], None] | None, loss_of: LossFunction) -> Terms:
         ports = self.view.ports
         ports.received, ports.send = entry.hidden, send
         ports.cut = entry.warmup and bool(self.readout) and not self.is_last
         try:
             with torch.set_grad_enabled(self.learns):
-                if not self.learns and not self.is_last:
-                    self._forward(entry)
-                    return None
                 return self._output_terms(entry, loss_of) if self.tail is None else self._token_terms(entry)
         finally:
+            ports.clear()
+
+    def _forward_only(self, entry: Entry, send: Callable[[Tensor], None]) -> None:
+        ports = self.view.ports
+        ports.received, ports.send, ports.skip_readout = entry.hidden, send, True
+        try:
+            with torch.no_grad():
+                self._forward(entry)
+        finally:
+            ports.skip_readout = False
             ports.clear()
 
     def _forward(self, entry: Entry, **settings: bool) -> Any:
@@ -151,7 +222,8 @@ class Stage:
     def _output_terms(self, entry: Entry, loss_of: LossFunction) -> Terms:
         ports = self.view.ports
         ports.last_position_only = False
-        task, outputs = loss_of(self.view.module, dict(entry.inputs), self.has_consistency)
+        share = 1.0 if self.is_last else self.row_share
+        task, outputs = loss_of(self.view.module, dict(entry.inputs), self.has_consistency, share)
         if not self.has_consistency:
             return mix(task, None, 1.0)
         previous = output_of(self._previous(entry)[0])
@@ -231,7 +303,9 @@ def build_stages(
         trees = {"view": stage.view.module} | ({} if stage.tail is None else stage.tail.modules())
         for prefix, tree in trees.items():
             for name, parameter in tree.named_parameters():
-                if id(parameter) not in shared and not stage.is_last:
+                if id(parameter) in blocks.aliases:
+                    stage.aliases.append(blocks.aliases[id(parameter)])
+                elif id(parameter) not in shared and not stage.is_last:
                     kind = stage.readout if parameter.requires_grad else stage.copies
                     kind[f"{prefix}.{name}"] = parameter
         if not stage.learns:
@@ -284,9 +358,14 @@ def _build(
         hidden_size = base_model_of(blocks.model).config.get_text_config().hidden_size
         adapter = ResidualAdapter(hidden_size, config.readout_dim or DEFAULT_DIM, weight.device)
     copies = readout_blocks(blocks, config, chunk) if config.resolved_readout == "blocks" else None
+    share = config.row_share(len(chunk), len(blocks) - chunk.stop)
     if sliced:
         tail = make_tail(blocks, config, False, anatomy.tail_parameters, vocab)
-        return Stage(k, chunk, is_last, config, blocks.view(chunk, copies, adapter), tail, adapters)
+        view = blocks.view(chunk, copies, adapter)
+        return Stage(k, chunk, is_last, config, view, tail, adapters, row_share=share)
+    if config.readout_weights == "current":
+        view = blocks.view(chunk, copies, current=[p for p in anatomy.tail_parameters if p.requires_grad])
+        return Stage(k, chunk, is_last, config, view, None, adapters, row_share=share)
     classifies = config.task_type in CLASSIFICATION_TASKS
     fresh = [p for p in anatomy.tail_parameters if classifies or p.requires_grad]
     view = blocks.view(chunk, copies, adapter, fresh)
@@ -300,4 +379,4 @@ def _build(
                 if classifies:
                     parameter.data = parameter.data.float()
                     take_any_dtype(module)
-    return Stage(k, chunk, is_last, config, view, None, adapters)
+    return Stage(k, chunk, is_last, config, view, None, adapters, row_share=share)

@@ -90,7 +90,7 @@ class ZeroLockMixin(SavingMixin):
         self._stages: list[Stage] = []
         self._staged_model: nn.Module | None = None
         self._sums: dict[str, Tensor] = {}
-        self._window, self._windows = -1, 0
+        self._window, self._windows, self._row = -1, 0, 0
         self._exit: EarlyExit | None = None
         self.windows_without_targets = 0
 
@@ -218,7 +218,7 @@ class ZeroLockMixin(SavingMixin):
             self.optimizer.train()
         inputs = self._prepare_inputs(inputs)
         if self._window != self.state.global_step:
-            self._window = self.state.global_step
+            self._window = self._row = self.state.global_step
             self._windows += 1
             for stage in stages:
                 for parameter in stage.readout.values():
@@ -234,9 +234,9 @@ class ZeroLockMixin(SavingMixin):
             return zero
         count = self._supervised_count(inputs, num_items_in_batch)
         scaler = self.accelerator.scaler
-        entry = Entry(
-            inputs, count, grad_scale=scaler.get_scale() if scaler is not None else 1.0, warmup=self._in_warmup()
-        )
+        scale = scaler.get_scale() if scaler is not None else 1.0
+        entry = Entry(inputs, count, grad_scale=scale, warmup=self._in_warmup(), first_row=self._row)
+        self._row += entry.size
         report = self._runtime.submit(entry, partial(self._own_loss, num_items_in_batch), ends_window)
         self._average.wait()
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
@@ -281,7 +281,7 @@ class ZeroLockMixin(SavingMixin):
         return self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
 
     def _own_loss(
-        self, num_items: Any, view: nn.Module, inputs: dict[str, Any], with_outputs: bool
+        self, num_items: Any, view: nn.Module, inputs: dict[str, Any], with_outputs: bool, row_share: float
     ) -> tuple[Tensor, Any]:
         """The model's own loss on a view, scaled for the update window, and its outputs where they are asked for.
 
@@ -291,6 +291,7 @@ class ZeroLockMixin(SavingMixin):
         labels = inputs.get("labels")
         shifts = getattr(self, "_loss_shifts_labels", False)
         share: Any = 1.0
+        num_items = None if num_items is None else num_items * row_share
         by_rows = not (self._has_own_loss or self.label_smoother or shifts)
         if by_rows and num_items is not None and torch.is_tensor(labels):
             share = labels.ne(-100).sum() * self._processes_averaged / num_items

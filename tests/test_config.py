@@ -20,6 +20,7 @@ from peft_zerolock import ZeroLockConfig, ZeroLockTrainingArguments
 OWN = {
     *("num_chunks", "chunk_sizes", "train_chunks", "alpha", "consistency", "consistency_first", "logits_slice"),
     *("readout", "readout_dim", "readout_blocks", "readout_blocks_from", "readout_vocab"),
+    *("readout_weights", "readout_rows"),
     *("readout_learning_rate", "readout_warmup_ratio"),
 }
 RICH = {
@@ -41,8 +42,10 @@ CHUNKED = {
     "consistency_first": False,
     "readout": "blocks",
     "readout_dim": 2,
-    "readout_blocks": 1,
+    "readout_blocks": 0.5,
     "readout_blocks_from": "next",
+    "readout_weights": "own",
+    "readout_rows": 0.5,
     "readout_learning_rate": 0.01,
     "readout_warmup_ratio": 0.25,
     "logits_slice": 7,
