@@ -44,9 +44,17 @@ class MethodArguments:
         default="auto", metadata={"help": "What turns the hidden state after a chunk into logits."}
     )
     readout_dim: int | None = field(default=None, metadata={"help": "Width or rank of the readout."})
-    readout_blocks: int = field(default=2, metadata={"help": "Later blocks in a readout of kind blocks."})
+    readout_blocks: str = field(
+        default="2", metadata={"help": "Later blocks in a readout of kind blocks: a number, a share below 1, or all."}
+    )
     readout_blocks_from: Literal["auto", "even", "next", "last"] = field(
         default="auto", metadata={"help": "Which later blocks a readout of kind blocks takes."}
+    )
+    readout_weights: Literal["own", "current"] = field(
+        default="own", metadata={"help": "What adapts those blocks: a LoRA of their own, or what later chunks learnt."}
+    )
+    readout_rows: str = field(
+        default="1.0", metadata={"help": "Share of the rows with a local loss below the last chunk, or auto."}
     )
     readout_vocab: int | None = field(
         default=None, metadata={"help": "For vocab: how many of the most frequent answer tokens; default: 4096."}
@@ -62,8 +70,22 @@ class MethodArguments:
     )
 
     def __post_init__(self):
+        self.readout_blocks, self.readout_rows = map(_number_or_word, (self.readout_blocks, self.readout_rows))
         if self.method == "zerolock":  # its checks, before anything is loaded
-            ZeroLockConfig(**{name: getattr(self, name) for name in CHUNK_OPTIONS})
+            ZeroLockConfig(**self.chunk_options())
+
+    def chunk_options(self) -> dict[str, Any]:
+        """ZeroLockConfig's arguments beside LoRA's."""
+        return {name: getattr(self, name) for name in CHUNK_OPTIONS}
+
+
+def _number_or_word(text: Any) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 LORA_OPTIONS = ("r", "lora_alpha", "lora_dropout")
@@ -78,6 +100,8 @@ CHUNK_OPTIONS = (
     "readout_dim",
     "readout_blocks",
     "readout_blocks_from",
+    "readout_weights",
+    "readout_rows",
     "readout_vocab",
     "readout_learning_rate",
     "readout_warmup_ratio",
@@ -105,7 +129,7 @@ def make_config(
     shared["task_type"] = task_type
     if options.method == "bp":
         return LoraConfig(**shared)
-    return ZeroLockConfig(**shared, **{name: getattr(options, name) for name in CHUNK_OPTIONS})
+    return ZeroLockConfig(**shared, **options.chunk_options())
 
 
 def make_trainer(
