@@ -9,11 +9,13 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.utils.output_capturing import _active_collector
 
 
@@ -87,6 +89,8 @@ class Ports:
     """Whether the chunk's blocks are skipped, so that the readout reads h_{k-1}."""
     skip_readout: bool = False
     """Whether the readout's blocks and adapter are skipped, because only h_k is wanted."""
+    checkpoint_readout: bool = False
+    """Whether the readout's blocks keep no activations and run again in the backward pass."""
     last_position_only: bool = False
     """Whether the tail gets only the last position, because the loss is taken elsewhere."""
 
@@ -157,11 +161,11 @@ class Slot(nn.Module):
         rest: tuple[Any, ...] = (None,) * (self.tuple_length - 1)
         skipped = ports.skip_chunk if self.kind == "chunk" else ports.skip_readout
         if self.block is not None and not skipped:
+            run = partial(self.block, **{name: value for name, value in kwargs.items() if name != "hidden_states"})
+            if self.kind == "readout" and ports.checkpoint_readout and torch.is_grad_enabled():
+                run = partial(checkpoint, run, use_reentrant=False)
             with _unrecorded() if self.kind == "readout" else nullcontext():
-                if args:
-                    output = self.block(hidden, *args[1:], **kwargs)
-                else:
-                    output = self.block(**{**kwargs, "hidden_states": hidden})
+                output = run(hidden, *args[1:])
             hidden = output[0] if isinstance(output, tuple) else output
             rest = output[1:] if isinstance(output, tuple) else ()
         if self.leaves == "after":

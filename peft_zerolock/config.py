@@ -71,7 +71,8 @@ class ZeroLockConfig(LoraConfig):
         readout_rows (`float` or `"auto"`): On which share of the rows of an update window, in (0, 1], the chunks below
             the last take their local loss; the other rows only run forward there, without a graph. Which rows is
             settled by counting, not by chance. `"auto"`: as many as keep the activations of a chunk with its readout
-            blocks within those of the chunk alone.
+            blocks within those of the chunk alone; where a micro-batch has too few rows for that, the readout blocks
+            are checkpointed.
         readout_vocab (`int` or `list[int]`, *optional*): For `"vocab"`: the token ids, or how many of the most
             frequent label tokens of the training data (default 4096).
         readout_learning_rate (`float`, *optional*): Learning rate of the readouts' own parameters; default: the
@@ -98,11 +99,11 @@ class ZeroLockConfig(LoraConfig):
     readout: str = field(default="auto", metadata={"help": f"One of {', '.join(READOUTS)}."})
     readout_dim: int | None = field(default=None, metadata={"help": "Width or rank of the readout."})
     readout_blocks: int | float | str = field(
-        default=2, metadata={"help": "Later blocks in a readout of kind 'blocks': a number, a share, or 'all'."}
+        default="all", metadata={"help": "Later blocks in a readout of kind 'blocks': a number, a share, or 'all'."}
     )
     readout_blocks_from: str = field(default="auto", metadata={"help": "'even', 'next', 'last' or 'auto'."})
     readout_weights: str = field(default="own", metadata={"help": "'own' adapters of readout blocks, or 'current'."})
-    readout_rows: float | str = field(default=1.0, metadata={"help": "Share of rows with a local loss, or 'auto'."})
+    readout_rows: float | str = field(default="auto", metadata={"help": "Share of rows with a local loss, or 'auto'."})
     readout_vocab: int | list[int] | None = field(default=None, metadata={"help": "Token ids or their number."})
     readout_learning_rate: float | None = field(default=None, metadata={"help": "Learning rate of the readouts."})
     readout_warmup_ratio: float = field(default=0.0, metadata={"help": "Share of steps in which only readouts learn."})
@@ -255,11 +256,9 @@ class ZeroLockConfig(LoraConfig):
             return later
         return min(later, math.ceil(asked * later) if isinstance(asked, float) else asked)
 
-    def row_share(self, blocks: int, later: int) -> float:
-        """The share of rows with a local loss, for a chunk of `blocks` blocks with `later` later ones."""
-        if self.readout_rows != "auto":
-            return float(self.readout_rows)
-        return blocks / (blocks + (self.reach(later) if self.resolved_readout == "blocks" else 0))
+    def row_share(self, blocks: int, reach: int) -> float:
+        """The share of rows with a local loss, for a chunk of `blocks` blocks whose readout has `reach` more."""
+        return blocks / (blocks + reach) if self.readout_rows == "auto" else float(self.readout_rows)
 
     @property
     def trained_chunks(self) -> set[int]:

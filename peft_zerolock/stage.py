@@ -80,6 +80,7 @@ class Stage:
         copies: the readout's frozen copies of what the last chunk trains in the tail, as it was at the start, by name.
         aliases: the readout's frozen views of what later chunks train, each with the parameter whose values it has.
         row_share: the share of rows that the chunk learns from.
+        reach: how many later blocks its readout runs through.
         autocast: context of mixed precision for what runs outside the view's forward.
     """
 
@@ -94,6 +95,7 @@ class Stage:
     copies: dict[str, nn.Parameter] = field(default_factory=dict)
     aliases: list[tuple[nn.Parameter, nn.Parameter]] = field(default_factory=list)
     row_share: float = 1.0
+    reach: int = 0
     label_smoothing: float = 0.0
     autocast: Callable[[], AbstractContextManager] = nullcontext
 
@@ -123,6 +125,7 @@ class Stage:
         if self.is_last or (self.learns and self.row_share == 1):
             return self._learn(entry, send, loss_of)
         rows = self._rows(entry)
+        self.view.ports.checkpoint_readout = self._outgrows(len(rows), entry.size)
         if len(rows) == entry.size:
             return self._learn(entry.take(rows, self.row_share), send, loss_of)
         assert send is not None
@@ -148,6 +151,12 @@ class Stage:
         if not torch.is_tensor(labels) or labels.is_floating_point():
             return rows
         return rows if rows and bool((labels[rows] != -100).any()) else []
+
+    def _outgrows(self, learning: int, size: int) -> bool:
+        """Whether so small a micro-batch does not allow the share that keeps activations within the chunk's."""
+        rounding = 1.25
+        alone = size * len(self.chunk)
+        return self.config.readout_rows == "auto" and learning * (len(self.chunk) + self.reach) > rounding * alone
 
     def _learn(self, entry: Entry, send: Callable[[Tensor], None] | None, loss_of: LossFunction) -> Terms:
         ports = self.view.ports
@@ -358,14 +367,15 @@ def _build(
         hidden_size = base_model_of(blocks.model).config.get_text_config().hidden_size
         adapter = ResidualAdapter(hidden_size, config.readout_dim or DEFAULT_DIM, weight.device)
     copies = readout_blocks(blocks, config, chunk) if config.resolved_readout == "blocks" else None
-    share = config.row_share(len(chunk), len(blocks) - chunk.stop)
+    reach = len(copies or {})
+    share = config.row_share(len(chunk), reach)
     if sliced:
         tail = make_tail(blocks, config, False, anatomy.tail_parameters, vocab)
         view = blocks.view(chunk, copies, adapter)
-        return Stage(k, chunk, is_last, config, view, tail, adapters, row_share=share)
+        return Stage(k, chunk, is_last, config, view, tail, adapters, row_share=share, reach=reach)
     if config.readout_weights == "current":
         view = blocks.view(chunk, copies, current=[p for p in anatomy.tail_parameters if p.requires_grad])
-        return Stage(k, chunk, is_last, config, view, None, adapters, row_share=share)
+        return Stage(k, chunk, is_last, config, view, None, adapters, row_share=share, reach=reach)
     classifies = config.task_type in CLASSIFICATION_TASKS
     fresh = [p for p in anatomy.tail_parameters if classifies or p.requires_grad]
     view = blocks.view(chunk, copies, adapter, fresh)
@@ -379,4 +389,4 @@ def _build(
                 if classifies:
                     parameter.data = parameter.data.float()
                     take_any_dtype(module)
-    return Stage(k, chunk, is_last, config, view, None, adapters, row_share=share)
+    return Stage(k, chunk, is_last, config, view, None, adapters, row_share=share, reach=reach)
