@@ -1,94 +1,147 @@
-"""Reads and checks `experiments.yaml`, and names the rows (experiment, method, seed) and their result files."""
+"""Reads and checks `experiments.yaml`: methods, families, experiments and the queue's order."""
 
-import json
-import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from rows import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = Path(__file__).with_name("experiments.yaml")
 RESULTS = ROOT / "eval" / "results" / "quality"
 DATA = ROOT.parent / "shared" / "data"
 
-KINDS = ("classification", "answer_token")
+KINDS = ("classification", "regression", "answer_token", "answer_loss")
 TRAINERS = ("bp", "zerolock")
-REQUIRED = {"title", "kind", "model", "data", "max_tokens", "lora", "training", "methods"}
-OPTIONAL = {"prompt_end", "answers"}
-DATA_KEYS = {"folder", "text", "train_file", "train_size", "test_file", "test_size", "selection_seed"}
-METHOD_KEYS = {"label", "trainer", "lora", "zerolock"}
+SECTIONS = ("methods", "families", "experiments", "order")
+KEYS = {  # what each entry of a section must have, and may have
+    "methods": ({"label", "trainer"}, {"lora", "zerolock"}),
+    "families": ({"title", "model", "lora", "training", "learning_rates", "tune_on", "tune_seed"}, set()),
+    "experiments": ({"family", "title", "kind", "data", "max_tokens"}, {"prompt_end", "answers", "glue", "training"}),
+}
+DATA_KEYS = {"folder", "text", "train_file", "train_size", "tune_size", "test_files", "test_size", "selection_seed"}
+KIND_KEYS = {"answer_token": {"prompt_end", "answers"}, "answer_loss": {"prompt_end"}}
+LINE_KEYS = {"experiments", "methods", "seeds"}
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of a results table: a method of an experiment with one seed."""
+class Suite:
+    """The checked content of `experiments.yaml`; the attributes are its sections."""
 
-    experiment: str
-    method: str
-    seed: int
+    methods: dict[str, dict]
+    families: dict[str, dict]
+    experiments: dict[str, dict]
+    order: list[dict]
 
-    def result_file(self, results: Path) -> Path:
-        """Where this row's result lies in the folder `results`."""
-        return results / f"{self.experiment}.{self.method}.seed{self.seed}.json"
+    def settings(self, experiment: str, method: str) -> dict:
+        """Everything that one row needs: the family's settings, the experiment's on top, and the method.
+
+        Raises:
+            ValueError: if there is no such experiment or method.
+        """
+        for kind, name, known in (("experiment", experiment, self.experiments), ("method", method, self.methods)):
+            if name not in known:
+                raise ValueError(f"There is no {kind} {name!r}; there are {', '.join(known)}.")
+        own = self.experiments[experiment]
+        family = self.families[own["family"]]
+        return {
+            **{key: family[key] for key in ("model", "lora")},
+            **own,
+            "training": {**family["training"], **own.get("training", {})},
+            "family_title": family["title"],
+            "method": self.methods[method],
+        }
+
+    def tuning_rows(self, family: str, method: str) -> list[Row]:
+        """The rows that find the method's learning rate in this family; none where there is one rate only."""
+        own = self.families[family]
+        if len(own["learning_rates"]) == 1:
+            return []
+        return [
+            Row(experiment, method, own["tune_seed"], rate, tuning=True)
+            for experiment in own["tune_on"]
+            for rate in own["learning_rates"]
+        ]
+
+    def cells(self) -> Iterator[tuple[str, str, int]]:
+        """(experiment, method, seed) in the queue's order."""
+        for line in self.order:
+            for seed in line["seeds"]:
+                for experiment in line["experiments"]:
+                    yield from ((experiment, method, seed) for method in line["methods"])
 
 
-def load_experiments(path: Path = EXPERIMENTS) -> tuple[dict[str, dict], list[Row]]:
-    """Returns the checked experiments by name and the rows in the queue's order.
+def load_suite(path: Path = EXPERIMENTS) -> Suite:
+    """Reads and checks the YAML file.
 
     Raises:
-        ValueError: with the experiment, the key and what is allowed, if the file is not as its header describes.
+        ValueError: with the entry, the key and what is allowed, if the file is not as its header describes.
     """
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or set(content) != {"experiments", "order"}:
-        raise ValueError(f"{path.name}: expected exactly the keys `experiments` and `order`.")
-    for name, spec in content["experiments"].items():
-        _check_experiment(f"{path.name}, {name}", spec)
-    return content["experiments"], _rows(path.name, content["experiments"], content["order"])
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path.name} is not valid YAML: {error}") from error
+    if not isinstance(content, dict) or set(content) != set(SECTIONS):
+        raise ValueError(f"{path.name}: expected exactly the keys {', '.join(SECTIONS)}.")
+    for section, (required, optional) in KEYS.items():
+        for name, entry in content[section].items():
+            where = f"{path.name}, {section}, {name}"
+            if not re.fullmatch(r"\w+", name):
+                raise ValueError(f"{where}: use letters, digits and underscores only; names become file names.")
+            _check_keys(where, entry, required, optional)
+    suite = Suite(**content)
+    for name, method in suite.methods.items():
+        _check_method(f"{path.name}, methods, {name}", method)
+    for name, experiment in suite.experiments.items():
+        _check_experiment(f"{path.name}, experiments, {name}", experiment, suite)
+    for name, family in suite.families.items():
+        _check_family(f"{path.name}, families, {name}", name, family, suite)
+    _check_order(f"{path.name}, order", suite)
+    return suite
 
 
-def _check_experiment(where: str, spec: dict) -> None:
-    missing, unknown = REQUIRED - set(spec), set(spec) - REQUIRED - OPTIONAL
+def _check_keys(where: str, entry: dict, required: set, optional: set) -> None:
+    missing, unknown = required - set(entry), set(entry) - required - optional
     if missing or unknown:
         raise ValueError(f"{where}: missing keys {sorted(missing)}, unknown keys {sorted(unknown)}.")
-    if spec["kind"] not in KINDS:
-        raise ValueError(f"{where}: kind is {spec['kind']!r}; use one of {KINDS}.")
-    if set(spec["data"]) != DATA_KEYS:
-        raise ValueError(f"{where}: `data` needs exactly the keys {sorted(DATA_KEYS)}, got {sorted(spec['data'])}.")
-    if spec["kind"] == "answer_token" and not {"prompt_end", "answers"} <= set(spec):
-        raise ValueError(f"{where}: an answer_token experiment needs `prompt_end` and `answers`.")
-    for name, method in spec["methods"].items():
-        if not {"label", "trainer"} <= set(method) <= METHOD_KEYS:
-            raise ValueError(f"{where}, {name}: a method has label, trainer and, if wanted, lora and zerolock.")
-        if method["trainer"] not in TRAINERS:
-            raise ValueError(f"{where}, {name}: trainer is {method['trainer']!r}; use one of {TRAINERS}.")
-        if ("zerolock" in method) != (method["trainer"] == "zerolock"):
-            raise ValueError(f"{where}, {name}: `zerolock` settings belong to trainer: zerolock, and only there.")
 
 
-def _rows(where: str, experiments: dict[str, dict], order: list[dict]) -> list[Row]:
-    rows = []
-    for line in order:
-        if line["experiment"] not in experiments:
-            raise ValueError(f"{where}, order: no experiment {line['experiment']!r}; there are {sorted(experiments)}.")
-        methods = experiments[line["experiment"]]["methods"]
-        unknown = set(line["methods"]) - set(methods)
-        if unknown:
-            raise ValueError(f"{where}, order: {line['experiment']} has no methods {sorted(unknown)}.")
-        rows += [Row(line["experiment"], method, seed) for seed in line["seeds"] for method in line["methods"]]
-    if len(rows) != len(set(rows)):
-        raise ValueError(f"{where}, order: a row is listed twice.")
-    return rows
+def _check_method(where: str, method: dict) -> None:
+    if method["trainer"] not in TRAINERS:
+        raise ValueError(f"{where}: trainer is {method['trainer']!r}; use one of {TRAINERS}.")
+    if ("zerolock" in method) != (method["trainer"] == "zerolock"):
+        raise ValueError(f"{where}: `zerolock` settings belong to trainer: zerolock, and only there.")
 
 
-def write_result(path: Path, result: dict) -> None:
-    """Writes one result as JSON, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+def _check_experiment(where: str, experiment: dict, suite: Suite) -> None:
+    if experiment["family"] not in suite.families:
+        raise ValueError(f"{where}: family is {experiment['family']!r}; there are {sorted(suite.families)}.")
+    if experiment["kind"] not in KINDS:
+        raise ValueError(f"{where}: kind is {experiment['kind']!r}; use one of {KINDS}.")
+    needs = KIND_KEYS.get(experiment["kind"], set()) - set(experiment)
+    if needs:
+        raise ValueError(f"{where}: kind {experiment['kind']} needs the keys {sorted(needs)} too.")
+    answer = {"answer"} if experiment["kind"] == "answer_loss" else set()
+    _check_keys(f"{where}, data", experiment["data"], DATA_KEYS | answer, set())
 
 
-def read_result(path: Path) -> dict | None:
-    """The result in `path`, or None where the row has not been run."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+def _check_family(where: str, name: str, family: dict, suite: Suite) -> None:
+    rates = family["learning_rates"]
+    if not rates or any(not isinstance(rate, float) or rate <= 0 for rate in rates):
+        raise ValueError(f"{where}: learning_rates is {rates}; give numbers above 0, written like 1.0e-3.")
+    own = [key for key, experiment in suite.experiments.items() if experiment["family"] == name]
+    if not family["tune_on"] or set(family["tune_on"]) - set(own):
+        raise ValueError(f"{where}: tune_on is {family['tune_on']}; name at least one experiment of {own}.")
+    if "learning_rate" in family["training"]:
+        raise ValueError(f"{where}: `learning_rate` belongs into learning_rates, not into training.")
+
+
+def _check_order(where: str, suite: Suite) -> None:
+    for line in suite.order:
+        _check_keys(where, line, LINE_KEYS, set())
+        for kind, known in (("experiments", suite.experiments), ("methods", suite.methods)):
+            unknown = set(line[kind]) - set(known)
+            if unknown:
+                raise ValueError(f"{where}: there are no {kind} {sorted(unknown)}; there are {sorted(known)}.")

@@ -1,22 +1,20 @@
-"""The two kinds of task: which rows, how they become batches, how the trained model is scored."""
+"""Tasks with a head on the model: which rows, how they become batches, how the trained model is scored."""
 
 import hashlib
 import importlib.util
 import json
 import random
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
 from torch.nn.functional import cross_entropy
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GgufConfig,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-SCORE_BATCH = 32
+sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes"))
+from metrics import METRICS, glue_metrics  # noqa: E402
 
 
 def locate_model(model: dict) -> tuple[Path, dict]:
@@ -30,39 +28,67 @@ def locate_model(model: dict) -> tuple[Path, dict]:
     return folder, {"gguf_file": model["gguf_file"]} if "gguf_file" in model else {}
 
 
-def select_rows(data: dict, root: Path, split: str) -> list[dict]:
-    """The first rows of a seeded shuffle of one split: the same for every method and seed."""
-    path = root / data["folder"] / data[f"{split}_file"]
+def read_rows(data: dict, root: Path, name: str) -> list[dict]:
+    """All rows of one file in the order of a shuffle with `selection_seed`."""
+    path = root / data["folder"] / name
     if not path.exists():
-        raise ValueError(f"No data at {data['folder']}/{path.name} under the data root; give the root with --data.")
+        raise ValueError(f"No data at {data['folder']}/{name} under the data root; give the root with --data.")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     random.Random(data["selection_seed"]).shuffle(rows)
-    size = data[f"{split}_size"]
-    if size is not None and size > len(rows):
-        raise ValueError(f"{split}_size is {size} but {path.name} has {len(rows)} rows; ask for at most that.")
-    return rows[:size]
+    return rows
+
+
+def select_rows(data: dict, root: Path, tuning: bool) -> tuple[list[dict], dict[str, list[dict]]]:
+    """Returns the training rows and the test rows by file: the same for every method and seed.
+
+    A tuning run is scored on the last `tune_size` rows of the shuffled training file and trains on none of them.
+
+    Raises:
+        ValueError: if there are fewer rows than were asked for.
+    """
+    train = read_rows(data, root, data["train_file"])
+    size, held_out = data["train_size"], data["tune_size"]
+    if (size or 0) > len(train) or held_out >= len(train):
+        raise ValueError(
+            f"train_size is {size} and tune_size {held_out}, but {data['train_file']} has {len(train)} rows; ask for "
+            "at most that, and hold out fewer."
+        )
+    if tuning:
+        return train[: len(train) - held_out][:size], {data["train_file"]: train[len(train) - held_out :]}
+    test = {name: read_rows(data, root, name) for name in data["test_files"]}
+    limit, found = data["test_size"], sum(map(len, test.values()))
+    if limit is None:
+        return train[:size], test
+    if limit > found or len(test) != 1:
+        raise ValueError(f"test_size is {limit}, for one test file with at least that many rows, or null for all.")
+    return train[:size], {name: rows[:limit] for name, rows in test.items()}
 
 
 class Task:
     """Data, batches and scoring of one experiment; the subclasses are the kinds.
 
     Args:
-        spec: one experiment of experiments.yaml.
+        spec: the settings of a row (`specs.Suite.settings`).
         root: the folder that holds the data sets.
+        tuning: score on held-out training rows.
     """
 
     task_type: str
+    score_batch = 32
 
-    def __init__(self, spec: dict, root: Path):
+    def __init__(self, spec: dict, root: Path, tuning: bool = False):
         self.spec = spec
+        if spec.get("glue", "cola") not in METRICS:
+            raise ValueError(f"glue is {spec['glue']!r}; use one of {', '.join(METRICS)}, or leave it out.")
         self.folder, self.load_arguments = locate_model(spec["model"])
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder, **self.load_arguments)
-        self.train_rows, self.test_rows = (select_rows(spec["data"], root, split) for split in ("train", "test"))
-        self.labels = [row["label"] for row in self.test_rows]
+        self.train_rows, self.files = select_rows(spec["data"], root, tuning)
+        self.test_rows = [row for rows in self.files.values() for row in rows]
 
-    def encode(self, text: str) -> list[int]:
-        """A training or test text as token ids, cut to `max_tokens`."""
-        return self.tokenizer(text, truncation=True, max_length=self.spec["max_tokens"])["input_ids"]
+    def texts(self, row: dict) -> list[str]:
+        """The row's text, or its pair of texts."""
+        names = self.spec["data"]["text"]
+        return [row[name] for name in ([names] if isinstance(names, str) else names)]
 
     def hashes(self) -> dict[str, str]:
         """SHA-256 of the rows used, in their order, and of the model's weight file."""
@@ -75,27 +101,90 @@ class Task:
         return hashes
 
     @torch.no_grad()
-    def score(self, model: torch.nn.Module) -> dict:
-        """Accuracy, mean NLL (nats) and the answers, one 0/1 character a test row, of the plain model."""
+    def outputs(self, model: torch.nn.Module, limit: int | None = None) -> torch.Tensor:
+        """What `read` gives for the first `limit` test rows, or for all."""
         model.eval()
-        ids = [self.test_ids(row) for row in self.test_rows]
+        rows = self.test_rows[:limit]
+        ids = [self.test_ids(row) for row in rows]
         by_length = sorted(range(len(ids)), key=lambda index: len(ids[index]))
-        logits = torch.empty(len(ids), self.num_classes)
-        for start in range(0, len(ids), SCORE_BATCH):
-            chosen = by_length[start : start + SCORE_BATCH]
+        parts = []
+        for start in range(0, len(ids), self.score_batch):
+            chosen = by_length[start : start + self.score_batch]
             batch = self.tokenizer.pad({"input_ids": [ids[index] for index in chosen]}, return_tensors="pt")
-            logits[chosen] = self.class_logits(model, batch).float()
-        labels = torch.tensor(self.labels)
-        correct = logits.argmax(-1) == labels
-        return {
-            "accuracy": correct.float().mean().item(),
-            "nll": cross_entropy(logits, labels).item(),
-            "correct": "".join(str(int(right)) for right in correct),
-        }
+            parts.append(self.read(model, batch, [rows[index] for index in chosen]).float())
+        return torch.cat(parts)[torch.tensor(by_length).argsort()]
+
+    def score(self, model: torch.nn.Module) -> dict:
+        """Metrics over all test rows and for each file, and what every single row gave, of the plain model."""
+        outputs = self.outputs(model)
+        result = {**self.measure(outputs, self.test_rows), **self.details(outputs, self.test_rows), "files": {}}
+        start = 0
+        for name, rows in self.files.items():
+            result["files"][name] = {"rows": len(rows), **self.measure(outputs[start : start + len(rows)], rows)}
+            start += len(rows)
+        return result
+
+    def glue(self, predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+        """The metrics that GLUE gives this task, if `glue` names it."""
+        if "glue" not in self.spec:
+            return {}
+        return glue_metrics(self.spec["glue"], predictions.numpy(), labels.numpy())
+
+    # ---- what a kind of task says ----
+
+    def load_model(self) -> torch.nn.Module:
+        """The base model."""
+        raise NotImplementedError
+
+    def train_dataset(self) -> Dataset:
+        """Columns input_ids and length (tokens), and what the collator needs."""
+        raise NotImplementedError
+
+    def collator(self, trainer: str) -> Any:
+        """Makes batches for this trainer."""
+        raise NotImplementedError
+
+    def test_ids(self, row: dict) -> list[int]:
+        """The tokens that the model reads when it is scored."""
+        raise NotImplementedError
+
+    def read(self, model: torch.nn.Module, batch: dict, rows: list[dict]) -> torch.Tensor:
+        """What is kept of the model's output, `(rows, ...)`."""
+        raise NotImplementedError
+
+    def row_losses(self, outputs: torch.Tensor, rows: list[dict]) -> torch.Tensor:
+        """Each row's loss, `(rows,)`."""
+        raise NotImplementedError
+
+    def measure(self, outputs: torch.Tensor, rows: list[dict]) -> dict[str, float]:
+        """The metrics over these rows."""
+        raise NotImplementedError
+
+    def details(self, outputs: torch.Tensor, rows: list[dict]) -> dict:
+        """One figure for every row, compactly: the losses to 4 decimals in one string."""
+        return {"row_losses": compact(self.row_losses(outputs, rows), 4)}
 
 
-class Classification(Task):
-    """Sentence classification with the model's own pooler and head."""
+class Labelled(Task):
+    """Each test row has a label among `num_classes`; the outputs are logits, `(rows, num_classes)`."""
+
+    def row_losses(self, outputs: torch.Tensor, rows: list[dict]) -> torch.Tensor:
+        return cross_entropy(outputs, labels_of(rows), reduction="none")
+
+    def measure(self, outputs: torch.Tensor, rows: list[dict]) -> dict[str, float]:
+        """Accuracy, mean NLL (nats) and GLUE's metrics."""
+        predictions, labels = outputs.argmax(-1), labels_of(rows)
+        scores = {"accuracy": (predictions == labels).float().mean().item()} | self.glue(predictions, labels)
+        return scores | {"nll": self.row_losses(outputs, rows).mean().item()}
+
+    def details(self, outputs: torch.Tensor, rows: list[dict]) -> dict:
+        """One 0/1 character and one loss a row."""
+        right = outputs.argmax(-1) == labels_of(rows)
+        return {"correct": "".join(str(int(answer)) for answer in right), **super().details(outputs, rows)}
+
+
+class Headed(Task):
+    """The model's own pooler and head on one text or a pair."""
 
     task_type = "SEQ_CLS"
 
@@ -116,12 +205,12 @@ class Classification(Task):
 
     def train_dataset(self) -> Dataset:
         """Columns input_ids, labels, length."""
-        ids = [self.encode(row[self.spec["data"]["text"]]) for row in self.train_rows]
+        ids = [self.test_ids(row) for row in self.train_rows]
         return Dataset.from_dict(
             {"input_ids": ids, "labels": [row["label"] for row in self.train_rows], "length": list(map(len, ids))}
         )
 
-    def collator(self, trainer: str):
+    def collator(self, trainer: str) -> Any:
         """Pads to the longest text of the batch; the same for every trainer."""
 
         def collate(rows: list[dict]) -> dict:
@@ -131,69 +220,35 @@ class Classification(Task):
         return collate
 
     def test_ids(self, row: dict) -> list[int]:
-        return self.encode(row[self.spec["data"]["text"]])
+        return self.tokenizer(*self.texts(row), truncation=True, max_length=self.spec["max_tokens"])["input_ids"]
 
-    def class_logits(self, model: torch.nn.Module, batch: dict) -> torch.Tensor:
+    def read(self, model: torch.nn.Module, batch: dict, rows: list[dict]) -> torch.Tensor:
         return model(**batch).logits
 
 
-class AnswerToken(Task):
-    """A causal LM reads a text and a prompt and names the class in one token; the loss is on that token alone."""
-
-    task_type = "CAUSAL_LM"
-
-    def __init__(self, spec: dict, root: Path):
-        super().__init__(spec, root)
-        # Answers then stand in the last column of every batch.
-        self.tokenizer.padding_side = "left"
-        self.prompt_end = self.tokenizer(spec["prompt_end"], add_special_tokens=False)["input_ids"]
-        answers = [self.tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in spec["answers"]]
-        split = [text for text, ids in zip(spec["answers"], answers, strict=True) if len(ids) != 1]
-        if split or len({ids[0] for ids in answers}) != len(answers):
-            raise ValueError(f"Answers must be distinct single tokens of this tokenizer; change {split or answers}.")
-        self.answers = [ids[0] for ids in answers]
-
-    @property
-    def num_classes(self) -> int:
-        return len(self.answers)
-
-    def load_model(self) -> torch.nn.Module:
-        """The base model in float32 (on CPUs without bfloat16 units that is also the faster one)."""
-        quantization = {"quantization_config": GgufConfig(dequantize=True)} if self.load_arguments else {}
-        return AutoModelForCausalLM.from_pretrained(
-            self.folder, dtype=torch.float32, **self.load_arguments, **quantization
-        )
-
-    def train_dataset(self) -> Dataset:
-        """Columns input_ids (text, prompt, answer), length."""
-        ids = [self.test_ids(row) + [self.answers[row["label"]]] for row in self.train_rows]
-        return Dataset.from_dict({"input_ids": ids, "length": list(map(len, ids))})
-
-    def collator(self, trainer: str):
-        """Left-pads and supervises the last column.
-
-        For the stock Trainer the batch also says that only the logits before the answer are needed
-        (`logits_to_keep`, `shift_labels`): the same loss, without logits that nothing supervises.
-        """
-
-        def collate(rows: list[dict]) -> dict:
-            batch = dict(self.tokenizer.pad({"input_ids": [row["input_ids"] for row in rows]}, return_tensors="pt"))
-            batch["labels"] = torch.full_like(batch["input_ids"], -100)
-            batch["labels"][:, -1] = batch["input_ids"][:, -1]
-            if trainer == "bp":
-                nothing = torch.full_like(batch["labels"][:, -1:], -100)
-                batch |= {"logits_to_keep": 2, "shift_labels": torch.cat([batch["labels"][:, -1:], nothing], dim=1)}
-            return batch
-
-        return collate
-
-    def test_ids(self, row: dict) -> list[int]:
-        return self.encode(row[self.spec["data"]["text"]]) + self.prompt_end
-
-    def class_logits(self, model: torch.nn.Module, batch: dict) -> torch.Tensor:
-        return model(**batch, logits_to_keep=1).logits[:, -1, self.answers]
+class Classification(Headed, Labelled):
+    """Classes of a text or a pair."""
 
 
-def make_task(spec: dict, root: Path) -> Task:
-    """The task of an experiment."""
-    return {"classification": Classification, "answer_token": AnswerToken}[spec["kind"]](spec, root)
+class Regression(Headed):
+    """One number for a text or a pair, trained with the squared error."""
+
+    num_classes = 1
+
+    def row_losses(self, outputs: torch.Tensor, rows: list[dict]) -> torch.Tensor:
+        return (outputs.squeeze(-1) - labels_of(rows)) ** 2
+
+    def measure(self, outputs: torch.Tensor, rows: list[dict]) -> dict[str, float]:
+        """GLUE's correlations and the mean squared error."""
+        scores = self.glue(outputs.squeeze(-1), labels_of(rows))
+        return scores | {"mse": self.row_losses(outputs, rows).mean().item()}
+
+
+def labels_of(rows: list[dict]) -> torch.Tensor:
+    """The labels, `(rows,)`."""
+    return torch.tensor([row["label"] for row in rows])
+
+
+def compact(values: torch.Tensor, decimals: int) -> str:
+    """The values as one string, separated by spaces."""
+    return " ".join(f"{value:.{decimals}f}" for value in values.tolist())
