@@ -88,9 +88,10 @@ class MemoryCounter(TorchDispatchMode):
                 hook = parameter.register_post_accumulate_grad_hook(lambda p: self.mark([p.grad], GRADIENTS))
                 self._handles.append(hook)
 
-    def __enter__(self):
+    def __enter__(self) -> "MemoryCounter":
         self._hooks.__enter__()
-        return super().__enter__()
+        super().__enter__()
+        return self
 
     def __exit__(self, *error):
         super().__exit__(*error)

@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from peft import get_peft_model
-from torch import nn
-from torch.distributed._tools import MemTracker
-from zoo import class_rows, collate, lora_arguments, make_model, token_rows
-
-from peft_zerolock import ZeroLockConfig
-from peft_zerolock.counting import (
+from counting import (
     ACTIVATIONS,
     ADAPTERS,
     BASE,
@@ -20,9 +14,11 @@ from peft_zerolock.counting import (
     TEMPORARIES,
     MemoryCounter,
 )
-from peft_zerolock.runtime import SequentialRuntime
-from peft_zerolock.shapes import ShapesOnly
-from peft_zerolock.stage import Entry, build_stages
+from shapes import ShapesOnly
+from steps import Setup
+from torch import nn
+from torch.distributed._tools import MemTracker
+from zoo import class_rows, collate, lora_arguments, make_model, token_rows
 
 FLOAT = 4
 
@@ -91,47 +87,31 @@ def test_averages_are_over_the_moments_at_which_something_was_made():
     assert counter.averages[TEMPORARIES] == counter.peak == (2 + 1) * third.nbytes
 
 
-def _step(name, task, num_chunks, checkpointing, make=lambda make: make()):
-    """Stages (None: the stock model) of a tiny model and a batch for it."""
-    config = ZeroLockConfig(**lora_arguments(name, task), num_chunks=num_chunks or 1, logits_slice=4)
-    model = make(lambda: get_peft_model(make_model(name, task, num_hidden_layers=4), config))
-    if checkpointing:
-        model.get_base_model().activation_checkpointing_enable()
-    stages = build_stages(model, config, sliced=task == "CAUSAL_LM") if num_chunks else None
-    model.train()
-    return model, stages, collate((token_rows(4) if task == "CAUSAL_LM" else class_rows(4)).rows)
+def _setup(name, task, num_chunks, checkpointing, make=lambda make: make()):
+    method = {"trainer": "bp", "checkpointing": checkpointing}
+    if num_chunks:
+        method |= {"trainer": "zerolock", "zerolock": {"num_chunks": num_chunks, "logits_slice": 4}}
+    return Setup(lambda: make_model(name, task, num_hidden_layers=4), lora_arguments(name, task), method, make)
 
 
-def _run(model, stages, batch):
-    if stages is None:
-        model(**batch).loss.backward()
-    else:
-        SequentialRuntime(stages, torch.Tensor.backward).submit(
-            Entry(batch, 11.0), lambda view, inputs, _: (view(**inputs).loss, None)
-        )
-
-
-def _counted(model, stages, batch):
-    counter = MemoryCounter(vocab=64)
-    counter.add_parameters([p for p in model.parameters() if not p.requires_grad], BASE)
-    counter.mark(model.buffers(), BASE)
-    counter.add_parameters([p for p in model.parameters() if p.requires_grad], ADAPTERS)
-    counter.add_parameters([p for stage in stages or [] for p in stage.readout.values()], READOUTS)
-    with counter:
-        _run(model, stages, batch)
-    return counter
+def _batch(task):
+    return collate((token_rows(4) if task == "CAUSAL_LM" else class_rows(4)).rows)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["held", "checkpointed"])
-@pytest.mark.parametrize("num_chunks", [None, 2], ids=["BP", "2 chunks"])
-@pytest.mark.parametrize("name, task", [("llama", "CAUSAL_LM"), ("gpt2", "CAUSAL_LM"), ("bert", "SEQ_CLS")])
+@pytest.mark.parametrize(
+    "name, task, num_chunks",
+    [("llama", "CAUSAL_LM", None), ("llama", "CAUSAL_LM", 2), ("bert", "SEQ_CLS", 2)],
+    ids=["llama BP", "llama", "bert"],
+)
 def test_fake_tensors_count_as_real_ones_do(name, task, num_chunks, checkpointing):
-    real = _counted(*_step(name, task, num_chunks, checkpointing))
+    real = _setup(name, task, num_chunks, checkpointing).count(_batch(task))
     with ShapesOnly() as shapes:
-        fake = _counted(*_step(name, task, num_chunks, checkpointing, shapes.model))
+        fake = _setup(name, task, num_chunks, checkpointing, shapes.model).count(_batch(task))
     assert (fake.peak, fake.at_peak, fake.peaks) == (real.peak, real.at_peak, real.peaks)
     assert fake.averages == real.averages
-    assert min(real.peaks[GRADIENTS], real.peaks[ACTIVATIONS], real.peaks[TEMPORARIES]) > 0
+    used = {ADAPTERS, GRADIENTS, OPTIMIZER, ACTIVATIONS} | ({BOUNDARY, READOUTS} if num_chunks else set())
+    assert all(real.peaks[category] > 0 for category in used)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["held", "checkpointed"])
@@ -141,12 +121,15 @@ def test_the_whole_peak_is_that_of_torch_s_own_tracker(checkpointing):
     if checkpointing:
         model.activation_checkpointing_enable()
     model.train()
-    batch = collate(token_rows(4).rows)
-    counted = _counted(model, None, batch)
+    batch = _batch("CAUSAL_LM")
+    counter = MemoryCounter()
+    counter.add_parameters(model.parameters(), ADAPTERS)
+    counter.mark(model.buffers(), BASE)
+    with counter:
+        model(**batch).loss.backward()
     model.zero_grad()
     tracker = MemTracker()
     tracker.track_external(model)
     with tracker:
-        _run(model, None, batch)
-    theirs = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
-    assert theirs["Total"] == counted.peak
+        model(**batch).loss.backward()
+    assert tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] == counter.peak
