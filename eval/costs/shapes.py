@@ -5,12 +5,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from counting import tensors_in
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from counting import tensors_in
 
 _aten = torch.ops.aten
 _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
@@ -75,7 +74,7 @@ class _OneFakeMode(FakeTensorMode):
 
 
 class _FloatsOnMeta(DeviceContext):
-    """`torch.device("meta")` for floating-point tensors; the others (such as buffers of positions) keep their values."""
+    """`torch.device("meta")` for floating-point tensors; others, such as buffers of positions, keep their values."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         made = super().__torch_function__(func, types, args, kwargs)
@@ -85,7 +84,7 @@ class _FloatsOnMeta(DeviceContext):
 
 
 class _RealWhereKnown(TorchDispatchMode):
-    """Inside a FakeTensorMode: computes for real what no fake tensor takes part in, but for new floating-point tensors."""
+    """Inside a FakeTensorMode: what no fake tensor takes part in is computed, but for new floating-point tensors."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

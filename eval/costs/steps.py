@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from peft_zerolock import ZeroLockConfig
 from peft_zerolock.runtime import SequentialRuntime
-from peft_zerolock.stage import Entry, build_stages
+from peft_zerolock.stage import Entry, Stage, build_stages, learning_rows
 
 TRAINERS = ("bp", "zerolock")
 
@@ -53,13 +53,13 @@ class Setup:
         self.readouts = [p for stage in self.stages for p in stage.readout.values()]
         self.copies = [p for stage in self.stages for p in stage.copies.values()]
         self.optimizer = torch.optim.AdamW(self.adapters + self.readouts, lr=1e-4, fused=True)
-        self._rows = 0
+        self._window = 0
 
     def step(self, batch: dict[str, Tensor]) -> None:
         """Forward, backward and update; an update window of one micro-batch."""
         if self.stages:
-            entry = Entry(batch, self._count(batch), first_row=self._rows)
-            self._rows += entry.size
+            entry = Entry(batch, self._count(batch), first_row=self._window)
+            self._window += 1
             SequentialRuntime(self.stages, torch.Tensor.backward).submit(entry, self._own_loss)
         else:
             counted = {"num_items_in_batch": self._count(batch)} if self.is_causal else {}
@@ -78,6 +78,8 @@ class Setup:
     def count(self, batch: dict[str, Tensor], vocab: int | None = None) -> MemoryCounter:
         """Counts the bytes of one step, update included, with the optimizer's state already there.
 
+        Where chunks learn from a share of the rows, it is a window in which a chunk learns from most of them.
+
         Args:
             vocab: size of the vocabulary, for the category `logits`.
         """
@@ -87,6 +89,7 @@ class Setup:
                 parameter.grad = torch.zeros_like(parameter)
             self.optimizer.step()
             self.optimizer.zero_grad()
+        self._window = self._heaviest_window(batch)
         counter = MemoryCounter(vocab)
         counter.add_parameters(self.frozen, BASE)
         counter.mark(self.model.buffers(), BASE)
@@ -103,6 +106,18 @@ class Setup:
             for stage in self.stages:
                 del stage.step
         return counter
+
+    def _heaviest_window(self, batch: dict[str, Tensor]) -> int:
+        def weight(window: int) -> int:
+            entry = Entry(batch, 1.0, first_row=window)
+            depths = [(len(learning_rows(entry, s.row_share)), len(s.chunk) + self._reach(s)) for s in self.stages]
+            return max(rows * blocks for rows, blocks in depths)
+
+        return max(range(64), key=weight) if self.stages else 0
+
+    def _reach(self, stage: Stage) -> int:
+        later = self.stages[-1].chunk.stop - stage.chunk.stop
+        return stage.config.reach(later) if stage.config.resolved_readout == "blocks" else 0
 
 
 def _with_adapters(make_base: Callable[[], nn.Module], config: ZeroLockConfig) -> nn.Module:
