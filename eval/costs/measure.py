@@ -8,6 +8,7 @@ process and one thread.
 """
 
 import argparse
+import copy
 import importlib.metadata
 import importlib.util
 import json
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
@@ -25,7 +26,6 @@ from typing import Any
 
 import torch
 import yaml
-from counting import MemoryCounter
 from shapes import ShapesOnly
 from steps import Setup
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GgufConfig
@@ -99,14 +99,9 @@ def make_batch(spec: dict[str, Any], vocab: int, point: dict[str, Any]) -> dict[
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
-def vocab_of(setup: Setup) -> int:
-    """The size of the model's vocabulary."""
-    return setup.model.get_base_model().config.vocab_size
-
-
-def measure_memory(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row for each method at each of its points."""
-    rows = []
+def measure_memory(spec: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """One row for each method at each of its points; gives all rows so far, after each."""
+    rows: list[dict[str, Any]] = []
     for name, method in spec["methods"].items():
         points = [p for p in spec["points"] if name in p.get("methods", spec["methods"])]
         place = ShapesOnly() if spec["tensors"] == "fake" else nullcontext()
@@ -114,35 +109,27 @@ def measure_memory(spec: dict[str, Any]) -> list[dict[str, Any]]:
             with place as shapes:
                 setup = Setup(base_maker(spec), spec["lora"], method, shapes.model if shapes else lambda make: make())
                 for point in points:
-                    rows.append(_row(spec, name, point, lambda row, s=setup, p=point: _count(spec, s, p, row)))
+                    rows.append(_count(spec, setup, name, point))
+                    yield rows
         except Exception as error:  # a method that cannot be set up is a result, with its traceback
             rows += [{"method": name, **_shape(spec, point), **_failure(error)} for point in points]
-    return rows
+            yield rows
 
 
 def _shape(spec: dict[str, Any], point: dict[str, Any]) -> dict[str, Any]:
     return spec["batch"] | {key: value for key, value in point.items() if key != "methods"}
 
 
-def _row(spec: dict[str, Any], name: str, point: dict[str, Any], fill: Callable[[dict[str, Any]], None]) -> dict:
-    row = {"method": name, **_shape(spec, point), "status": "ok"}
+def _count(spec: dict[str, Any], setup: Setup, name: str, point: dict[str, Any]) -> dict[str, Any]:
+    row = {"method": name, **_shape(spec, point)}
+    vocab = setup.model.get_base_model().config.vocab_size
     try:
-        fill(row)
+        counter = setup.count(make_batch(spec, vocab, point), vocab)
     except Exception as error:
-        row |= _failure(error)
-    print(json.dumps({key: row[key] for key in row if key not in ("at_peak", "peaks", "averages")}), flush=True)
-    return row
-
-
-def _failure(error: Exception) -> dict[str, str]:
-    return {"status": "failed", "error": repr(error), "traceback": traceback.format_exc()}
-
-
-def _count(spec: dict[str, Any], setup: Setup, point: dict[str, Any], row: dict[str, Any]) -> None:
-    vocab = vocab_of(setup)
-    counter: MemoryCounter = setup.count(make_batch(spec, vocab, point), vocab)
-    averages = {name: round(size) for name, size in counter.averages.items()}
-    row |= {
+        return row | _failure(error)
+    averages = {category: round(size) for category, size in counter.averages.items()}
+    return row | {
+        "status": "ok",
         "peak": counter.peak,
         "average": sum(averages.values()),
         "activation_peak": counter.activation_peak,
@@ -152,28 +139,40 @@ def _count(spec: dict[str, Any], setup: Setup, point: dict[str, Any], row: dict[
     }
 
 
-def measure_throughput(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row a method: CPU and wall seconds of each round's step, after one round that is not counted."""
-    make = base_maker(spec)
+def _failure(error: Exception) -> dict[str, str]:
+    return {"status": "failed", "error": repr(error), "traceback": traceback.format_exc()}
+
+
+def measure_throughput(spec: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """One row a method: CPU and wall seconds of each round's step, after a round that is not counted.
+
+    Gives all rows after each round. The methods share the base weights.
+    """
+    base = base_maker(spec)()
+    frozen = {id(p): p for p in base.parameters()}
     setups: dict[str, Setup] = {}
     rows: dict[str, dict[str, Any]] = {}
     for name, method in spec["methods"].items():
         rows[name] = {"method": name, **spec["batch"], "status": "ok", "cpu_seconds": [], "wall_seconds": []}
         try:
             torch.manual_seed(0)
-            setups[name] = Setup(make, spec["lora"], method)
+            setups[name] = Setup(lambda: copy.deepcopy(base, dict(frozen)), spec["lora"], method)
         except Exception as error:
             rows[name] |= _failure(error)
-    batch = make_batch(spec, vocab_of(next(iter(setups.values()))), {})
+    batch = make_batch(spec, base.config.vocab_size, {})
     for turn in range(spec["rounds"] + 1):
-        for name, setup in setups.items():
+        for name, setup in list(setups.items()):
             wall, cpu = time.perf_counter(), time.process_time()
-            setup.step(batch)
+            try:
+                setup.step(batch)
+            except Exception as error:
+                rows[name] |= _failure(error)
+                del setups[name]
+                continue
             if turn > 0:
                 rows[name]["cpu_seconds"].append(time.process_time() - cpu)
                 rows[name]["wall_seconds"].append(time.perf_counter() - wall)
-        print(f"round {turn} of {spec['rounds']}", flush=True)
-    return list(rows.values())
+        yield list(rows.values())
 
 
 def describe(spec: dict[str, Any]) -> dict[str, Any]:
@@ -206,20 +205,25 @@ def _cpu_model() -> str:
 
 
 def run(path: Path, results: Path = RESULTS) -> dict[str, Any]:
-    """Runs an experiment and writes `results/KIND/NAME.json`; returns what it wrote."""
+    """Runs an experiment and writes `results/KIND/NAME.json`, anew after each row or round; returns what it wrote."""
     kind = path.parent.name
     spec = load(path)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     measure = {"memory": measure_memory, "throughput": measure_throughput}[kind]
     start = time.perf_counter()
-    result = {"experiment": path.stem, "kind": kind, **describe(spec), "rows": measure(spec)}
-    result["seconds"] = round(time.perf_counter() - start, 1)
-    (results / kind).mkdir(parents=True, exist_ok=True)
-    file = results / kind / f"{path.stem}.json"
+    result = {"experiment": path.stem, "kind": kind, **describe(spec)}
+    for rows in measure(spec):
+        result |= {"rows": rows, "seconds": round(time.perf_counter() - start, 1)}
+        _write(results / kind / f"{path.stem}.json", result)
+        print(f"{path.stem}: {len(rows)} rows, {result['seconds']} s; last {rows[-1]['status']}", flush=True)
+    return result
+
+
+def _write(file: Path, result: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.with_suffix(".tmp").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     file.with_suffix(".tmp").replace(file)
-    return result
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ python eval/costs/report.py                                    # prints the tabl
 python eval/costs/report.py --write docs/memory.md README.md   # puts them between these files' markers
 
 A file may have any of the markers `<!-- NAME:begin -->` and `<!-- NAME:end -->`, NAME being targets, memory,
-throughput or the name of one memory experiment.
+throughput, or that of a memory experiment with `_table` behind it.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from plots import draw
-from tables import load_results, memory_section, memory_tables, targets, throughput_tables
+from tables import load_results, memory_table, memory_tables, targets, throughput_tables
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -26,7 +26,7 @@ def sections(results: Path) -> dict[str, str]:
     memory, throughput = (load_results(results / kind) for kind in ("memory", "throughput"))
     if not memory and not throughput:
         raise ValueError(f"There are no results in {results}; run `make -C eval memory throughput` first.")
-    found = {result["experiment"]: memory_section(result) for result in memory}
+    found = {f"{result['experiment']}_table": memory_table(result) for result in memory}
     found |= {"targets": targets(memory, throughput)}
     return found | {"memory": memory_tables(memory), "throughput": throughput_tables(throughput)}
 

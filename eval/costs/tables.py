@@ -55,19 +55,24 @@ def batch_words(batch: dict[str, Any]) -> str:
     )
 
 
-def memory_section(result: dict[str, Any]) -> str:
-    """All tables of one experiment."""
-    rows, config = at_batch(result), result["config"]
-    tensors = "fake tensors: the real step, no weights" if config["tensors"] == "fake" else "real tensors"
-    parts = [f"### {config['title']}", f"{batch_words(config['batch']).capitalize()}; {tensors}."]
+def memory_table(result: dict[str, Any]) -> str:
+    """What each method holds at the experiment's own batch, and against BP."""
+    rows = at_batch(result)
     base = rows.get("bp")
-    header = ["training", "activations", "of BP's", "whole peak", "of BP's", "average"]
+    header = ["training", "activations, MiB", "of BP's", "whole peak, MiB", "of BP's", "average, MiB"]
     lines = []
     for name, row in rows.items():
         shares = [f"{row[key] / base[key]:.2f}" if base else "-" for key in ("activation_peak", "peak")]
         sizes = [f"{row[key] / MIB:,.0f}" for key in ("activation_peak", "peak", "average")]
         lines.append([label(result, name), sizes[0], shares[0], sizes[1], shares[1], sizes[2]])
-    parts.append(table(header, lines))
+    return table(header, lines)
+
+
+def memory_section(result: dict[str, Any]) -> str:
+    """All tables of one experiment."""
+    rows, config = at_batch(result), result["config"]
+    tensors = "fake tensors: the real step, no weights" if config["tensors"] == "fake" else "real tensors"
+    parts = [f"### {config['title']}", f"{batch_words(config['batch'])}; {tensors}.", memory_table(result)]
     shown = [n for n in ("bp", "bp_checkpointing", "zerolock_3", "zerolock_3_checkpointing") if n in rows]
     categories = [[c, *(f"{rows[n]['at_peak'][c] / MIB:,.1f}" for n in shown)] for c in CATEGORIES]
     parts += [

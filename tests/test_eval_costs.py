@@ -1,0 +1,99 @@
+"""The memory and throughput experiments: their files, what they measure on tiny models, and their tables."""
+
+import json
+
+import measure
+import pytest
+import torch
+import yaml
+from tables import at_batch, load_results, memory_table, memory_tables, speeds, targets, throughput_tables
+
+TINY = {
+    "title": "Tiny",
+    "tensors": "fake",
+    "model": {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+    },
+    "dtype": "float32",
+    "lora": {"task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]},
+    "batch": {"rows": 2, "length": 32, "supervised": 0.125},
+    "methods": {
+        "bp": {"label": "BP", "trainer": "bp"},
+        "bp_checkpointing": {"label": "BP, checkpointing", "trainer": "bp", "checkpointing": True},
+        "zerolock_3": {"label": "3 chunks", "trainer": "zerolock", "zerolock": {"num_chunks": 3}},
+    },
+    "points": [{}, {"rows": 4, "methods": ["bp", "zerolock_3"]}],
+}
+
+
+def _write(tmp_path, kind, spec, name="tiny"):
+    path = tmp_path / kind / f"{name}.yaml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(yaml.safe_dump(spec), encoding="utf-8")
+    return path
+
+
+def test_shipped_experiments_can_be_read_and_have_their_references():
+    known = measure.experiments()
+    assert {"tinyllama", "llama_8b", "qwen_05b", "smollm2", "smollm2_real", "smollm2_answers", "minilm"} <= set(known)
+    for path in known.values():
+        spec = measure.load(path)
+        assert {"bp", "bp_checkpointing", "zerolock_3"} <= set(spec["methods"])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"points": [{"methods": ["zerolock_9"]}]}, "zerolock_9"),
+        ({"tensors": "imagined"}, "'real' or 'fake'"),
+        ({"speed": 1}, "must have exactly"),
+        ({"points": [{}], "methods": {"bp": {"trainer": "bp", "zerolock": {"num_chunks": 0}}}}, "num_chunks"),
+    ],
+)
+def test_a_wrong_file_is_refused_before_anything_runs(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        measure.load(_write(tmp_path, "memory", TINY | change))
+
+
+def test_memory_result_and_its_tables(tmp_path):
+    failing = TINY["methods"] | {"zerolock_7": {"label": "7", "trainer": "zerolock", "zerolock": {"num_chunks": 7}}}
+    path = _write(tmp_path, "memory", TINY | {"methods": failing}, "tinyllama")
+    result = measure.run(path, tmp_path / "results")
+    assert json.loads((tmp_path / "results/memory/tinyllama.json").read_text(encoding="utf-8")) == result
+    rows = at_batch(result)
+    assert list(rows) == ["bp", "bp_checkpointing", "zerolock_3"]
+    assert all(row["peak"] == sum(row["at_peak"].values()) for row in rows.values())
+    assert rows["zerolock_3"]["activation_peak"] < 0.6 * rows["bp"]["activation_peak"]
+    (failed,) = [row for row in result["rows"] if row["status"] == "failed"]
+    assert failed["method"] == "zerolock_7" and "Traceback" in failed["traceback"]
+    four_rows = next(row for row in result["rows"] if row["method"] == "bp" and row["rows"] == 4)
+    assert 1.8 < four_rows["activation_peak"] / rows["bp"]["activation_peak"] < 2.1
+    results = load_results(tmp_path / "results" / "memory")
+    share = f"{rows['zerolock_3']['activation_peak'] / rows['bp']['activation_peak']:.2f}"
+    assert f"| {share} |" in memory_table(result).splitlines()[-1]
+    assert "4 x 32" in memory_tables(results) and "zerolock_7" in memory_tables(results)
+    assert "whole peak | at most 0.77 |" in targets(results, [])
+
+
+def test_throughput_compares_within_a_round(tmp_path):
+    spec = {key: value for key, value in TINY.items() if key not in ("points", "tensors")} | {"rounds": 3}
+    result = measure.run(_write(tmp_path, "throughput", spec), tmp_path / "results")
+    assert [len(row["cpu_seconds"]) for row in result["rows"]] == [3, 3, 3]
+    assert all(seconds > 0 for row in result["rows"] for seconds in row["cpu_seconds"])
+    for row, seconds in zip(result["rows"], ([2.0, 4.0, 2.0], [4.0, 4.0, 4.0], [2.5, 4.0, 8.0]), strict=True):
+        row["cpu_seconds"] = seconds
+    assert speeds(result, "bp", "zerolock_3") == [0.8, 1.0, 0.25]
+    text = throughput_tables([result])
+    assert "| 3 chunks | 0.80 (0.25 - 1.00) | 1.00 (0.50 - 1.60) | 16 |" in text
+
+
+def test_batches_supervise_the_end_of_each_row():
+    batch = measure.make_batch(TINY, 64, {"rows": 3, "length": 16})
+    assert batch["input_ids"].shape == (3, 16)
+    assert (batch["labels"] != -100).sum(1).tolist() == [2, 2, 2]
+    assert torch.equal(batch["labels"][:, -2:], batch["input_ids"][:, -2:])
