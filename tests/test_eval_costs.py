@@ -1,6 +1,8 @@
 """The memory and throughput experiments: their files, what they measure on tiny models, and their tables."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import measure
 import pytest
@@ -97,3 +99,21 @@ def test_batches_supervise_the_end_of_each_row():
     assert batch["input_ids"].shape == (3, 16)
     assert (batch["labels"] != -100).sum(1).tolist() == [2, 2, 2]
     assert torch.equal(batch["labels"][:, -2:], batch["input_ids"][:, -2:])
+
+
+def test_report_fills_the_markers_of_a_file(tmp_path):
+    # By its path: the recipes have a module `report` too.
+    path = Path(measure.__file__).with_name("report.py")
+    spec = importlib.util.spec_from_file_location("costs_report", path)
+    report = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(report)
+    with pytest.raises(ValueError, match="no results"):
+        report.sections(tmp_path)
+    text = "a\n<!-- report:begin -->\nkept\n<!-- report:end -->\n<!-- memory:begin -->\nold\n<!-- memory:end -->\nb\n"
+    assert report.fill(text, {"memory": "new"}) == text.replace("old", "new")
+    with pytest.raises(ValueError, match="has no section"):
+        report.fill(text, {"throughput": "new"})
+    with pytest.raises(ValueError, match="once each"):
+        report.fill(text.replace("<!-- memory:end -->", ""), {"memory": "new"})
+    with pytest.raises(ValueError, match="no marker"):
+        report.fill("text", {"memory": "new"})
