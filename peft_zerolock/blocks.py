@@ -9,13 +9,14 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
+from transformers import Cache
 from transformers.utils.output_capturing import _active_collector
 
 
@@ -161,11 +162,13 @@ class Slot(nn.Module):
         rest: tuple[Any, ...] = (None,) * (self.tuple_length - 1)
         skipped = ports.skip_chunk if self.kind == "chunk" else ports.skip_readout
         if self.block is not None and not skipped:
-            run = partial(self.block, **{name: value for name, value in kwargs.items() if name != "hidden_states"})
-            if self.kind == "readout" and ports.checkpoint_readout and torch.is_grad_enabled():
-                run = partial(checkpoint, run, use_reentrant=False)
+            others = args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}
             with _unrecorded() if self.kind == "readout" else nullcontext():
-                output = run(hidden, *args[1:])
+                if self.kind == "readout" and ports.checkpoint_readout and torch.is_grad_enabled():
+                    positional, named = tree_map_only(Cache, lambda cache: None, others)
+                    output = checkpoint(self.block, hidden, *positional, **named, use_reentrant=False)
+                else:
+                    output = self.block(hidden, *others[0], **others[1])
             hidden = output[0] if isinstance(output, tuple) else output
             rest = output[1:] if isinstance(output, tuple) else ()
         if self.leaves == "after":

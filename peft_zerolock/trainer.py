@@ -235,8 +235,10 @@ class ZeroLockMixin(SavingMixin):
         count = self._supervised_count(inputs, num_items_in_batch)
         scaler = self.accelerator.scaler
         scale = scaler.get_scale() if scaler is not None else 1.0
-        entry = Entry(inputs, count, grad_scale=scale, warmup=self._in_warmup(), first_row=self._row)
-        self._row += entry.size
+        entry = Entry(inputs, count, grad_scale=scale, warmup=self._in_warmup())
+        # As the rows of one process that has the batches of all, one after the other.
+        entry.first_row = self._row + self.accelerator.process_index * entry.size
+        self._row += self.accelerator.num_processes * entry.size
         report = self._runtime.submit(entry, partial(self._own_loss, num_items_in_batch), ends_window)
         self._average.wait()
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:

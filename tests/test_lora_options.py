@@ -122,7 +122,7 @@ def test_pissa_starts_at_the_models_own_function(tmp_path, readout):
     ("block", "learning", "still"), [(0, "chunk_1", "chunk_2"), (2, "chunk_2", "chunk_1")], ids=["first", "last"]
 )
 def test_a_chunk_without_adapters_has_neither_graph_nor_readout(tmp_path, block, learning, still):
-    trainer = make_trainer(tmp_path, config={"layers_to_transform": [block], "readout": "blocks"})
+    trainer = make_trainer(tmp_path, config={"layers_to_transform": [block], "readout_rows": 1.0})
     trainer.create_optimizer()  # makes the stages that are trained
     stages = {stage.name: stage for stage in trainer.stages}
     assert len(stages[learning].adapters) == 4

@@ -159,7 +159,7 @@ def test_readout_blocks_share_frozen_weights_and_have_a_lora_of_their_own(kind):
 
 def test_all_the_rest_as_readout_at_the_start_gives_backpropagation_s_gradient():
     """With lora_B = 0 everywhere, the later blocks' own LoRA is theirs: chunk 1's gradient is that of the whole."""
-    config = ZeroLockConfig(**lora_arguments("llama"), chunk_sizes=[1, 2], readout="blocks", readout_blocks=2)
+    config = ZeroLockConfig(**lora_arguments("llama"), chunk_sizes=[1, 2], readout_rows=1.0)
     model = get_peft_model(make_model("llama"), config)
     batch = collate(token_rows(4).rows)
     stages = build_stages(model, config, sliced=True)

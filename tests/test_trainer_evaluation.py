@@ -11,7 +11,10 @@ from zoo import class_rows, token_rows
 
 def test_logs_each_chunk_and_the_last_chunk_s_loss_as_the_loss(tmp_path):
     trainer = make_trainer(
-        tmp_path, chunks={"num_chunks": 3, "alpha": 0.5}, logging_steps=2, gradient_accumulation_steps=2
+        tmp_path,
+        chunks={"num_chunks": 3, "alpha": 0.5, "readout_rows": 1.0},
+        logging_steps=2,
+        gradient_accumulation_steps=2,
     )
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]

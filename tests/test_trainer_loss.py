@@ -143,8 +143,10 @@ def test_fp16_mixed_precision_scales_and_unscales_once(tmp_path):
 def test_each_chunk_adds_its_own_routers_balance_term(tmp_path):
     settings = {"name": "mixtral", "lora": {"target_modules": ["q_proj", "gate"]}}
     with_balance = {"model": {"output_router_logits": True, "router_aux_loss_coef": 0.5}}
-    without = window_gradients(make_trainer(tmp_path, **settings, chunks={"num_chunks": 3}))
-    ours = window_gradients(make_trainer(tmp_path, **settings, **with_balance, chunks={"num_chunks": 3}))
+    without = window_gradients(make_trainer(tmp_path, **settings, chunks={"num_chunks": 3, "readout_rows": 1.0}))
+    ours = window_gradients(
+        make_trainer(tmp_path, **settings, **with_balance, chunks={"num_chunks": 3, "readout_rows": 1.0})
+    )
     assert without.keys() == ours.keys()
     gates = [n for n in ours if "lora_B" in n]
     assert {n.split(".layers.")[1][0] for n in gates} == {"0", "1", "2"}
