@@ -51,11 +51,10 @@ class ZeroLockConfig(LoraConfig):
               small LoRA of its own, then the tail (AugLocal, arXiv 2402.17318, made for LoRA).
             - `"auto"`: `"blocks"`.
 
-            How the default was chosen (`python eval/report.py`): on MiniLM-L6 and SST-2, 2 later blocks brought 2 and
-            3 chunks to the accuracy and NLL of backpropagation, while the bare tail stayed below LoRA in the last
-            chunk only. On SmolLM2-135M and AG News, the last 2 blocks were clearly better than the bare tail at 2
-            chunks, and level with it at 3, where neither beats the last chunk only in NLL (one seed); the quickstart
-            answers 55 of 64 held-out questions with it, and 47 with the tail (`quickstart.py --readout lm_head`).
+            How the default was chosen (`python eval/report.py --results eval/results/quality_search`, and
+            docs/quality.md): on SmolLM2-135M and AG News, all later blocks on half of the rows brought 2 chunks level
+            with backpropagation, which the last 2 blocks and the bare tail had not; on MiniLM-L6 and SST-2 a LoRA of
+            the readout's own did better than the later chunks' current weights. All of it with few seeds.
         readout_dim (`int`, *optional*): Width of the adapter (default 64), rank of the bottleneck (default 64), or
             rank of the readout blocks' LoRA (default: `r`).
         readout_blocks (`int`, `float` or `"all"`): Gradient reach: how many later blocks a readout of kind `"blocks"`
