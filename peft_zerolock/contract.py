@@ -158,6 +158,59 @@ def check_arguments(args: Any) -> None:
         refuse(f"parallel mode {args.parallel_mode}", "start the processes with torchrun or accelerate launch.")
 
 
+def check_runtime(args: Any, config: ZeroLockConfig, scaler: Any, optimizer: Any) -> None:
+    """Whether the concurrent runtime can do what the arguments ask for.
+
+    Args:
+        scaler: the loss scaler of fp16, or None.
+        optimizer: what was given to the trainer, or None.
+
+    Raises:
+        ValueError: with what was given and what to do.
+    """
+    if getattr(args, "runtime", "sequential") != "concurrent":
+        return
+
+    def refuse(what: str, remedy: str) -> None:
+        raise ValueError(f"runtime='concurrent' does not work with {what}: {remedy}")
+
+    otherwise = "or use runtime='sequential'."
+    if args.world_size > 1:
+        refuse(
+            f"{args.world_size} processes",
+            f"it is one process with several devices. Start it without a launcher, {otherwise}",
+        )
+    if args.fp16 or scaler is not None:
+        refuse(
+            "fp16", f"one loss scale for all stages would make each wait for the others. Use bf16=True, {otherwise}"
+        )
+    if args.torch_compile:
+        refuse("torch_compile", f"compiled code is not safe to be made in several threads. Leave it out, {otherwise}")
+    if optimizer is not None:
+        refuse(
+            "an optimizer given to the trainer",
+            "each stage steps its own part. Give optimizer_cls_and_kwargs=(class, arguments) instead, " + otherwise,
+        )
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim.startswith("schedule_free"):
+        refuse(f"optim={optim!r}", f"it swaps all weights before each micro-batch. Use another one, {otherwise}")
+    count = config.resolved_num_chunks
+    if args.devices is None:
+        return
+    if len(args.devices) != count:
+        raise ValueError(
+            f"devices={args.devices!r} are {len(args.devices)}, and the model has {count} chunk(s): give one device a "
+            "chunk (the same one may come several times), or change num_chunks or chunk_sizes."
+        )
+    for device in map(torch.device, args.devices):
+        known = device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < torch.cuda.device_count())
+        if not known:
+            raise ValueError(
+                f"devices={args.devices!r}: {device} is not there. This machine has the CPU and "
+                f"{torch.cuda.device_count()} CUDA device(s)."
+            )
+
+
 def check_launcher(fsdp: bool, deepspeed: bool) -> None:
     """Whether accelerate was launched with something that local updates cannot do.
 

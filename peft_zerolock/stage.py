@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .admission import Anatomy, admit, dry_batch, evaluation_mode, output_of, quiet_model
 from .blocks import BlockMap, UnsupportedModelError, View, base_model_of, find_blocks, no_router_logits
 from .config import CLASSIFICATION_TASKS, ZeroLockConfig
+from .noise import StageNoise, own_dropout
 from .objective import Terms, TokenObjective, mix, output_consistency, supervised_tokens
 from .partition import chunks_of_sizes, split_evenly
 from .readout import DEFAULT_DIM, ResidualAdapter, Tail, make_tail, readout_blocks, take_any_dtype
@@ -32,6 +33,7 @@ class Entry:
         warmup: whether chunks whose readout has parameters of its own train only those.
         first_row: number of the micro-batch's first row, counted over the update window from a start that moves on by
             one with each window; settles which rows the chunks below the last learn from.
+        draw: names the micro-batch among all of the run: what its dropout masks are drawn by.
     """
 
     inputs: dict[str, Any]
@@ -40,6 +42,7 @@ class Entry:
     grad_scale: float = 1.0
     warmup: bool = False
     first_row: int = 0
+    draw: str = ""
 
     @property
     def size(self) -> int:
@@ -82,6 +85,7 @@ class Stage:
         row_share: the share of rows that the chunk learns from.
         reach: how many later blocks its readout runs through.
         autocast: context of mixed precision for what runs outside the view's forward.
+        noise: where the chunk's dropout masks come from, unless the model is one chunk.
     """
 
     index: int
@@ -98,6 +102,7 @@ class Stage:
     reach: int = 0
     label_smoothing: float = 0.0
     autocast: Callable[[], AbstractContextManager] = nullcontext
+    noise: StageNoise = field(default_factory=StageNoise)
 
     @property
     def name(self) -> str:
@@ -159,6 +164,7 @@ class Stage:
         return self.config.readout_rows == "auto" and learning * (len(self.chunk) + self.reach) > rounding * alone
 
     def _learn(self, entry: Entry, send: Callable[[Tensor], None] | None, loss_of: LossFunction) -> Terms:
+        self.noise.begin(f"{entry.draw}/{self.name}")
         ports = self.view.ports
         ports.received, ports.send = entry.hidden, send
         ports.cut = entry.warmup and bool(self.readout) and not self.is_last
@@ -169,6 +175,7 @@ class Stage:
             ports.clear()
 
     def _forward_only(self, entry: Entry, send: Callable[[Tensor], None]) -> None:
+        self.noise.begin(f"{entry.draw}/{self.name}/passed")
         ports = self.view.ports
         ports.received, ports.send, ports.skip_readout = entry.hidden, send, True
         try:
@@ -177,6 +184,11 @@ class Stage:
         finally:
             ports.skip_readout = False
             ports.clear()
+
+    def clip(self, limit: float) -> Tensor:
+        """Clips the gradients of the adapters, and those of the readout, to a norm each; returns the adapters'."""
+        nn.utils.clip_grad_norm_(list(self.readout.values()), limit)
+        return nn.utils.clip_grad_norm_(list(self.adapters.values()), limit)
 
     def _forward(self, entry: Entry, **settings: bool) -> Any:
         ports = self.view.ports
@@ -319,6 +331,8 @@ def build_stages(
                     kind[f"{prefix}.{name}"] = parameter
         if not stage.learns:
             stage.readout, stage.copies = {}, {}
+        if len(stages) > 1:
+            own_dropout(trees, stage.noise)
         stage.label_smoothing, stage.autocast = label_smoothing, autocast
         stage.view.module = prepare(stage.view.module)
         _set_modes(stage, {id(p) for p in anatomy.tail_parameters})

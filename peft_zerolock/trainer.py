@@ -1,7 +1,6 @@
 """ZeroLockTrainer: transformers.Trainer whose training step is that of the stages."""
 
 import inspect
-from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
@@ -10,41 +9,27 @@ from accelerate.utils import DynamoBackend, convert_outputs_to_fp32
 from accelerate.utils.memory import clear_device_cache
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.utils import logging
 
 from . import contract, hub
 from .admission import evaluation_mode
 from .blocks import Slot
 from .config import ZeroLockConfig
+from .driving import DrivingMixin
 from .early_exit import EarlyExit
 from .objective import supervised_tokens
+from .optimizer import split_by_chunk
 from .parallel import GradientAverage, same_start
 from .readout import readout_vocabulary
-from .runtime import SequentialRuntime, WindowReport
+from .runtime import WindowReport
 from .saving import SavingMixin
 from .stage import Entry, Stage, build_stages
 
 logger = logging.get_logger(__name__)
 
 
-@dataclass
-class ZeroLockTrainingArguments(TrainingArguments):
-    """TrainingArguments and how the chunks are run. What they learn is in ZeroLockConfig.
-
-    Args:
-        runtime (`str`): `"sequential"`: one device, one chunk after the other.
-    """
-
-    runtime: str = field(default="sequential", metadata={"help": "How the chunks are run: 'sequential'."})
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.runtime != "sequential":
-            raise ValueError(f"runtime={self.runtime!r} is not known: it must be 'sequential'.")
-
-
-class ZeroLockMixin(SavingMixin):
+class ZeroLockMixin(DrivingMixin, SavingMixin):
     """Makes a Trainer, or a trainer derived from it, train a PEFT model chunk by chunk.
 
     `class MyTrainer(ZeroLockMixin, SFTTrainer)` is all it takes. Evaluation, prediction, logging, callbacks and saving
@@ -86,11 +71,13 @@ class ZeroLockMixin(SavingMixin):
         contract.check_arguments(self.args)
         contract.check_launcher(self.is_fsdp_enabled, self.is_deepspeed_enabled)
         contract.check_model(self.model)
+        contract.check_runtime(self.args, self.zerolock_config, self.accelerator.scaler, self.optimizer)
+        self._show_finished_windows()
         self._average = GradientAverage()
         self._stages: list[Stage] = []
         self._staged_model: nn.Module | None = None
         self._sums: dict[str, Tensor] = {}
-        self._window, self._windows, self._row = -1, 0, 0
+        self._window, self._windows, self._row, self._micro_batch = -1, 0, 0, 0
         self._exit: EarlyExit | None = None
         self.windows_without_targets = 0
 
@@ -124,8 +111,7 @@ class ZeroLockMixin(SavingMixin):
                     self._prepare_view,
                 )
             self._staged_model = self.model
-            finished = self._average.start if self.accelerator.num_processes > 1 else lambda stage: None
-            self._runtime = SequentialRuntime(self._stages, self.accelerator.backward, finished)
+            self._runtime = self._make_runtime(self._stages)
         return self._stages
 
     @property
@@ -188,29 +174,20 @@ class ZeroLockMixin(SavingMixin):
                 )
             return self.optimizer
         learning = nn.ModuleDict({"model": self.model if model is None else model})
-        owner: dict[int, tuple[str, bool]] = {}
         for stage in self.stages:
-            owner |= {id(p): (stage.name, False) for p in stage.adapters.values()}
-            owner |= {id(p): (stage.name, True) for p in stage.readout.values()}
             for name, parameter in stage.readout.items():
                 _put(learning, f"{stage.name}.{name}", parameter)
         optimizer = super().create_optimizer(learning)
-        groups = []
-        for group in optimizer.param_groups:
-            split: dict[tuple[str, bool], list[nn.Parameter]] = {}
-            for parameter in group["params"]:
-                split.setdefault(owner[id(parameter)], []).append(parameter)
-            for (chunk, is_readout), parameters in sorted(split.items()):
-                rate = self.zerolock_config.readout_learning_rate if is_readout else None
-                groups.append({**group, "params": parameters, "chunk": chunk, "lr": rate or group["lr"]})
-        optimizer.param_groups[:] = groups
-        return optimizer
+        split_by_chunk(optimizer, self.stages, self.zerolock_config.readout_learning_rate)
+        self.optimizer = self._by_stage(optimizer)
+        return self.optimizer
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch=None) -> Tensor:
         """One micro-batch through all the stages: each runs forward, hands on and runs its own backward at once.
 
         Returns:
-            The last chunk's task loss, scaled as Trainer's is.
+            The last chunk's task loss, scaled as Trainer's is: of this micro-batch, or of the oldest one that a
+            concurrent runtime has finished and that was not returned yet (zero where there is none).
         """
         stages = self.stages
         model.train()
@@ -220,31 +197,32 @@ class ZeroLockMixin(SavingMixin):
         if self._window != self.state.global_step:
             self._window = self._row = self.state.global_step
             self._windows += 1
-            for stage in stages:
-                for parameter in stage.readout.values():
-                    parameter.grad = None
+            self._micro_batch = 0
+            self._runtime.begin_window()
+        self._micro_batch += 1
         zero = torch.zeros((), device=self.args.device)
         ends_window = self.accelerator.sync_gradients
         if not self._has_targets(inputs, num_items_in_batch):
             for stage in stages if ends_window else ():
                 self._runtime.finished(stage)
             self._average.wait()
-            if ends_window and self._is_idle:
+            if ends_window and self._runtime.is_idle:
                 self.accelerator.gradient_state._set_sync_gradients(False)  # the optimizer takes no step
             return zero
         count = self._supervised_count(inputs, num_items_in_batch)
         scaler = self.accelerator.scaler
         scale = scaler.get_scale() if scaler is not None else 1.0
-        entry = Entry(inputs, count, grad_scale=scale, warmup=self._in_warmup())
+        draw = f"{self.args.seed}/{self.args.process_index}/{self._window}/{self._micro_batch}"
+        entry = Entry(inputs, count, grad_scale=scale, warmup=self._in_warmup(), draw=draw)
         # As the rows of one process that has the batches of all, one after the other.
         entry.first_row = self._row + self.accelerator.process_index * entry.size
         self._row += self.accelerator.num_processes * entry.size
-        report = self._runtime.submit(entry, partial(self._own_loss, num_items_in_batch), ends_window)
+        loss_of = partial(self._own_loss, num_items_in_batch, self.current_gradient_accumulation_steps)
+        report = self._runtime.submit(entry, loss_of, ends_window)
         self._average.wait()
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             clear_device_cache()
-        self._add_to_log(report)
-        return report.task[stages[-1].name].to(zero.device)
+        return zero if report is None else self._add_to_log(report)
 
     def _has_targets(self, inputs: dict[str, Any], count: Any) -> bool:
         labels = inputs.get("shift_labels", inputs.get("labels"))
@@ -283,7 +261,13 @@ class ZeroLockMixin(SavingMixin):
         return self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
 
     def _own_loss(
-        self, num_items: Any, view: nn.Module, inputs: dict[str, Any], with_outputs: bool, row_share: float
+        self,
+        num_items: Any,
+        micro_batches: int,
+        view: nn.Module,
+        inputs: dict[str, Any],
+        with_outputs: bool,
+        row_share: float,
     ) -> tuple[Tensor, Any]:
         """The model's own loss on a view, scaled for the update window, and its outputs where they are asked for.
 
@@ -303,7 +287,7 @@ class ZeroLockMixin(SavingMixin):
             if scaled is None:
                 counted = self.model_accepts_loss_kwargs and num_items is not None
                 scaled = counted or self.compute_loss_func is not None
-            share = 1.0 if scaled else 1 / self.current_gradient_accumulation_steps
+            share = 1.0 if scaled else 1 / micro_batches
         with self.compute_loss_context_manager():
             found: Any = self.compute_loss(view, inputs, return_outputs=with_outputs, num_items_in_batch=num_items)
         loss, outputs = found if with_outputs else (found, None)
@@ -313,32 +297,26 @@ class ZeroLockMixin(SavingMixin):
         ratio = self.zerolock_config.readout_warmup_ratio
         return ratio > 0 and self.state.global_step < ratio * self.state.max_steps
 
-    @property
-    def _is_idle(self) -> bool:
-        """Whether the update window gave no gradient at all."""
-        return all(p.grad is None for s in self.stages for p in (*s.adapters.values(), *s.readout.values()))
-
     def _get_grad_norm(self, model: nn.Module, grad_norm=None):
-        return torch.zeros((), device=self.args.device) if self._is_idle else super()._get_grad_norm(model, grad_norm)
+        return self._clip_grad_norm(model) if grad_norm is None else grad_norm
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clips each chunk's adapters, and its readout, to max_grad_norm on their own; returns the adapters' norm."""
-        if self._is_idle:
+        if self._runtime.is_idle:
             return torch.zeros((), device=self.args.device)
         self.accelerator.unscale_gradients()
-        limit, norms = self.args.max_grad_norm, []
-        for stage in self.stages:
-            norms.append(nn.utils.clip_grad_norm_(list(stage.adapters.values()), limit).to(self.args.device))
-            nn.utils.clip_grad_norm_(list(stage.readout.values()), limit)
-        return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+        limit = self.args.max_grad_norm
+        return self._runtime.clip(limit if limit > 0 else float("inf")).to(self.args.device)
 
     # ---- logging and evaluation ----
 
-    def _add_to_log(self, report: WindowReport) -> None:
+    def _add_to_log(self, report: WindowReport) -> Tensor:
+        """Adds a micro-batch's terms to the next log; returns the last chunk's task loss."""
         for kind, values in (("loss", report.task), ("consistency", report.consistency)):
             for name, value in values.items():
                 key = f"{kind}/{name}"
                 self._sums[key] = self._sums[key] + value if key in self._sums else value
+        return report.task[self._stages[-1].name].to(self.args.device)
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         """Trainer's log, with each chunk's task and consistency terms (means over the windows since the last one)."""
