@@ -194,6 +194,12 @@ def check_runtime(args: Any, config: ZeroLockConfig, scaler: Any, optimizer: Any
     optim = str(getattr(args.optim, "value", args.optim))
     if optim.startswith("schedule_free"):
         refuse(f"optim={optim!r}", f"it swaps all weights before each micro-batch. Use another one, {otherwise}")
+    if config.readout_weights == "current":
+        refuse(
+            "readout_weights='current'",
+            "a chunk would have to wait for the later ones' steps, and so for their backward passes. Use "
+            f"readout_weights='own', {otherwise}",
+        )
     count = config.resolved_num_chunks
     if args.devices is None:
         return

@@ -298,15 +298,17 @@ class ZeroLockMixin(DrivingMixin, SavingMixin):
         return ratio > 0 and self.state.global_step < ratio * self.state.max_steps
 
     def _get_grad_norm(self, model: nn.Module, grad_norm=None):
-        return self._clip_grad_norm(model) if grad_norm is None else grad_norm
+        return self._clip(float("inf")) if grad_norm is None else grad_norm
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clips each chunk's adapters, and its readout, to max_grad_norm on their own; returns the adapters' norm."""
+        return self._clip(self.args.max_grad_norm)
+
+    def _clip(self, limit: float) -> Tensor:
         if self._runtime.is_idle:
             return torch.zeros((), device=self.args.device)
         self.accelerator.unscale_gradients()
-        limit = self.args.max_grad_norm
-        return self._runtime.clip(limit if limit > 0 else float("inf")).to(self.args.device)
+        return self._runtime.clip(limit).to(self.args.device)
 
     # ---- logging and evaluation ----
 

@@ -67,6 +67,7 @@ def assert_same(one: ZeroLockTrainer, other: ZeroLockTrainer) -> None:
     readout=st.sampled_from(["lm_head", "adapter", "blocks", "vocab", "bottleneck"]),
     sliced=st.booleans(),
     clip=st.sampled_from([0.0, 0.05, 1.0]),
+    share=st.sampled_from([1.0, 0.5]),
 )
 def test_the_same_as_sequential_to_the_bit(
     tmp_path_factory,
@@ -81,9 +82,10 @@ def test_the_same_as_sequential_to_the_bit(
     readout,
     sliced,
     clip,
+    share,
 ):
     """Uneven last batches and windows, rows of uneven lengths, two epochs."""
-    config = {"num_chunks": chunks, "alpha": alpha, "lora_dropout": dropout, "readout": readout}
+    config = {"num_chunks": chunks, "alpha": alpha, "lora_dropout": dropout, "readout": readout, "readout_rows": share}
     if not sliced and readout in ("lm_head", "adapter", "blocks"):
         config["logits_slice"] = None
     run = {
