@@ -215,6 +215,11 @@ def check_runtime(args: Any, config: ZeroLockConfig, scaler: Any, optimizer: Any
                 f"devices={args.devices!r}: {device} is not there. This machine has the CPU and "
                 f"{torch.cuda.device_count()} CUDA device(s)."
             )
+    if len({torch.device(device) for device in args.devices}) > 1:
+        raise ValueError(
+            f"devices={args.devices!r}: the chunks of one process must share a device so far. Give the same one for "
+            "all, or leave devices out."
+        )
 
 
 def check_launcher(fsdp: bool, deepspeed: bool) -> None:

@@ -50,6 +50,7 @@ def test_values_out_of_range_are_refused(tmp_path, arguments, told):
         ({"devices": ["cpu"]}, r"devices=\['cpu'\] are 1, and the model has 2"),
         ({"devices": ["cpu", "cuda:99"]}, r"cuda:99 is not there"),
         ({"devices": ["cpu", "meta"]}, r"meta is not there"),
+        ({"devices": ["cpu", "cpu:0"]}, r"must share a device so far"),
     ],
 )
 def test_what_cannot_work_is_refused(changes, told):
