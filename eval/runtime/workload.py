@@ -9,6 +9,7 @@ import torch
 from peft import get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[2] / "recipes")]
 from models import resolve_model  # noqa: E402
@@ -51,18 +52,11 @@ class Work:
 
 
 def load_stages(work: Work, num_chunks: int) -> tuple[Any, list[Stage]]:
-    """The PEFT model in float32 and its stages; one chunk is backpropagation."""
+    """The base model in float32, with LoRA, and its stages; one chunk is backpropagation."""
+    logging.disable_progress_bar()
     source = resolve_model("smollm2-135m")
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(source.path, **source.model_kwargs(), dtype=torch.float32)
-    return base, stages_of(base, work, num_chunks)
-
-
-def stages_of(base: Any, work: Work, num_chunks: int) -> list[Stage]:
-    """The stages of a base model; adapters that it has from an earlier call are taken off."""
-    if hasattr(base, "peft_config"):
-        raise ValueError("Give the plain base model.")
-    torch.manual_seed(0)
     config = ZeroLockConfig(
         task_type="CAUSAL_LM",
         r=4,
@@ -74,7 +68,7 @@ def stages_of(base: Any, work: Work, num_chunks: int) -> list[Stage]:
     )
     model = get_peft_model(base, config)
     model.train()
-    return build_stages(model, config, sliced=True)
+    return base, build_stages(model, config, sliced=True)
 
 
 def learning(stages: list[Stage]) -> list[dict[str, Any]]:
