@@ -24,7 +24,7 @@ from .sequential import WindowReport, learn, total_norm
 from .trace import Trace
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Ticket:
     """What all stages do once, and how many have not done it yet."""
 
@@ -32,22 +32,22 @@ class _Ticket:
     fences: list[Callable[[], None]] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Learn(_Ticket):
     """One micro-batch."""
 
-    number: int = 0
-    loss_of: LossFunction | None = None
+    number: int
+    loss_of: LossFunction
     report: WindowReport = field(default_factory=WindowReport)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Update(_Ticket):
     """The end of an update window."""
 
-    number: int = 0
-    limit: float = 0.0
-    changes: Changes = field(default_factory=dict)
+    number: int
+    limit: float
+    changes: Changes
     norms: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -115,7 +115,7 @@ class ConcurrentRuntime:
         """
         self._check()
         self._start()
-        ticket = _Learn(len(self.stages), number=self._number(_Learn), loss_of=loss_of)
+        ticket = _Learn(left=len(self.stages), number=self._number(_Learn), loss_of=loss_of)
         self._entries += 1
         self._owed.append(ticket)
         self._send(0, ticket, entry)
@@ -134,7 +134,7 @@ class ConcurrentRuntime:
         """Tells each stage to take its step when it has finished the micro-batches submitted so far."""
         self._check()
         self._start()
-        update = _Update(len(self.stages), number=self._number(_Update), limit=self._limit, changes=changes)
+        update = _Update(left=len(self.stages), number=self._number(_Update), limit=self._limit, changes=changes)
         self._updates.append(update)
         self._send(0, update)
 
@@ -287,7 +287,6 @@ class ConcurrentRuntime:
             self._send(index + 1, ticket, replace(entry, hidden=hidden))
             did("send")
 
-        assert ticket.loss_of is not None
         learn(stage, entry, None if stage.is_last else send, ticket.loss_of, self.backward, ticket.report, did)
 
     def _update(self, index: int, update: _Update) -> None:
