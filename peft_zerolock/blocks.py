@@ -92,6 +92,8 @@ class Ports:
     """Whether the readout's blocks and adapter are skipped, because only h_k is wanted."""
     checkpoint_readout: bool = False
     """Whether the readout's blocks keep no activations and run again in the backward pass."""
+    preserve_rng_state: bool = True
+    """Whether PyTorch's global random generator is set back for that; not where several threads share it."""
     last_position_only: bool = False
     """Whether the tail gets only the last position, because the loss is taken elsewhere."""
 

@@ -36,10 +36,13 @@ class StageNoise:
     @torch.compiler.disable
     def drop(self, values: Tensor, p: float, module: str) -> Tensor:
         """Sets each value to zero with probability `p` and divides the others by `1 - p`."""
-        # Inside a backward pass only checkpointing runs a module: the calls of its forward pass, again.
+        # Inside a backward pass only checkpointing runs a module: the calls of its forward pass, again (several times
+        # where one checkpoint is inside another).
         repeats = torch._C._current_graph_task_id() != -1
         call = self.calls[module, repeats]
         self.calls[module, repeats] += 1
+        if repeats:
+            call %= self.calls[module, False]
         if values.device not in self.generators:
             self.generators[values.device] = torch.Generator(values.device)
         generator = self.generators[values.device]

@@ -71,6 +71,24 @@ def test_checkpointing_draws_the_same_mask_again(reentrant):
     assert torch.equal(drawn[0], drawn[1])
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_inside_another_draws_the_same_masks_again(reentrant):
+    module = _dropout()
+    drawn = []
+
+    def block(x):
+        dropped = module(x)
+        drawn.append(dropped.detach())
+        return dropped**2
+
+    def outer(x):
+        return checkpoint(block, x, use_reentrant=reentrant) * 2
+
+    checkpoint(outer, ONES.clone().requires_grad_(), use_reentrant=False).sum().backward()
+    assert len(drawn) >= 2
+    assert all(torch.equal(drawn[0], other) for other in drawn[1:])
+
+
 def test_each_nn_dropout_is_replaced_once_and_keeps_its_mode():
     shared = nn.Dropout(0.2)
     tree = nn.ModuleDict({"a": nn.Sequential(shared, nn.Linear(2, 2)), "b": shared, "c": nn.Dropout(0.1).eval()})
