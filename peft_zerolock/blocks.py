@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -168,7 +169,8 @@ class Slot(nn.Module):
             with _unrecorded() if self.kind == "readout" else nullcontext():
                 if self.kind == "readout" and ports.checkpoint_readout and torch.is_grad_enabled():
                     positional, named = tree_map_only(Cache, lambda cache: None, others)
-                    output = checkpoint(self.block, hidden, *positional, **named, use_reentrant=False)
+                    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=ports.preserve_rng_state)
+                    output = again(self.block, hidden, *positional, **named)
                 else:
                     output = self.block(hidden, *others[0], **others[1])
             hidden = output[0] if isinstance(output, tuple) else output

@@ -63,6 +63,9 @@ class DrivingMixin(_Trainer):
             if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func")
         ]
         drawing = draws_elsewhere(stages, self.model)
+        for stage in stages:
+            stage.view.ports.preserve_rng_state = False
+            stage.runs_again = not drawing
         if drawing and checkpointed:
             raise ValueError(
                 f"{', '.join(drawing)} draw(s) from PyTorch's global random generator (dropout inside the attention "

@@ -86,6 +86,7 @@ class Stage:
         reach: how many later blocks its readout runs through.
         autocast: context of mixed precision for what runs outside the view's forward.
         noise: where the chunk's dropout masks come from, unless the model is one chunk.
+        runs_again: whether readout blocks may run again in the backward pass instead of keeping their activations.
     """
 
     index: int
@@ -103,6 +104,7 @@ class Stage:
     label_smoothing: float = 0.0
     autocast: Callable[[], AbstractContextManager] = nullcontext
     noise: StageNoise = field(default_factory=StageNoise)
+    runs_again: bool = True
 
     @property
     def name(self) -> str:
@@ -130,7 +132,7 @@ class Stage:
         if self.is_last or (self.learns and self.row_share == 1):
             return self._learn(entry, send, loss_of)
         rows = self._rows(entry)
-        self.view.ports.checkpoint_readout = self._outgrows(len(rows), entry.size)
+        self.view.ports.checkpoint_readout = self.runs_again and self._outgrows(len(rows), entry.size)
         if len(rows) == entry.size:
             return self._learn(entry.take(rows, self.row_share), send, loss_of)
         assert send is not None
