@@ -45,7 +45,8 @@ class MethodArguments:
     )
     readout_dim: int | None = field(default=None, metadata={"help": "Width or rank of the readout."})
     readout_blocks: str = field(
-        default="2", metadata={"help": "Later blocks in a readout of kind blocks: a number, a share below 1, or all."}
+        default="all",
+        metadata={"help": "Later blocks in a readout of kind blocks: a number, a share below 1, or all."},
     )
     readout_blocks_from: Literal["auto", "even", "next", "last"] = field(
         default="auto", metadata={"help": "Which later blocks a readout of kind blocks takes."}
@@ -54,7 +55,7 @@ class MethodArguments:
         default="own", metadata={"help": "What adapts those blocks: a LoRA of their own, or what later chunks learnt."}
     )
     readout_rows: str = field(
-        default="1.0", metadata={"help": "Share of the rows with a local loss below the last chunk, or auto."}
+        default="auto", metadata={"help": "Share of the rows with a local loss below the last chunk, or auto."}
     )
     readout_vocab: int | None = field(
         default=None, metadata={"help": "For vocab: how many of the most frequent answer tokens; default: 4096."}

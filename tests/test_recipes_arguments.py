@@ -3,6 +3,9 @@
 import glue
 import pytest
 from arguments import RecipeParser, one_line_errors
+from method import CHUNK_OPTIONS, MethodArguments
+
+from peft_zerolock import ZeroLockConfig
 
 
 @pytest.mark.parametrize(
@@ -69,3 +72,8 @@ def test_errors_before_training_are_one_message_unless_debugging():
         raise ValueError("with its traceback")
     with pytest.raises(KeyError), one_line_errors("glue.py"):
         raise KeyError("not the user's")
+
+
+def test_the_defaults_of_the_method_are_the_config_s():
+    options, config = MethodArguments(), ZeroLockConfig()
+    assert options.chunk_options() == {name: getattr(config, name) for name in CHUNK_OPTIONS}
