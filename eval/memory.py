@@ -1,32 +1,6 @@
-"""Counts bytes: of living tensors, and of what autograd holds for a backward pass."""
-
-import weakref
+"""Counts the bytes that autograd holds for a backward pass, while a training step runs."""
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the living storages that operations inside the context made; `peak` is their most at one time."""
-
-    def __init__(self):
-        super().__init__()
-        self.living: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                key = storage._cdata
-                if key not in given and key not in self.living:
-                    self.living[key] = storage.nbytes()
-                    weakref.finalize(storage, self.living.pop, key, None)
-        self.peak = max(self.peak, sum(self.living.values()))
-        return result
 
 
 class SavedActivations:

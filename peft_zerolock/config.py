@@ -81,7 +81,7 @@ class ZeroLockConfig(LoraConfig):
         logits_slice (`int`, *optional*): For causal LMs, how many supervised tokens go through the head at a time:
             the extra memory is O(slice x vocabulary) whatever the batch. `None` uses the model's own loss on the
             full `(batch, seq, vocab)` logits. Slices of 32 or 64 tokens are slower, those
-            above 256 take more memory for no clear gain (`python eval/logits_slice.py`).
+            above 256 take more memory for no clear gain (`python eval/costs/logits_slice.py`).
 
     Raises:
         ValueError: a field is out of its range; the message names the value, the range and the remedy.

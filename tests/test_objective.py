@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from memory import LiveBytes
+from counting import MemoryCounter
 from torch import nn
 
 from peft_zerolock.objective import TokenObjective, divergence, output_consistency, supervised_tokens
@@ -81,7 +81,7 @@ def _peak_of(tokens, slice_size, vocab=4000):
     hidden = torch.randn(tokens, 8, requires_grad=True)
     targets = torch.randint(0, vocab, (tokens,))
     gc.collect()
-    with LiveBytes() as counted:
+    with MemoryCounter() as counted:
         TokenObjective(head, [], slice_size)(hidden, targets, float(tokens)).objective.backward()
     return counted.peak
 

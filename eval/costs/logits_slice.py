@@ -1,6 +1,6 @@
 """Prints time and extra memory of the sliced loss against the size of the slice: how `logits_slice` got its default.
 
-    python eval/logits_slice.py                      # SmolLM2-135M's head: hidden 576, vocabulary 49,152
+    python eval/costs/logits_slice.py                      # SmolLM2-135M's head: hidden 576, vocabulary 49,152
 
 Each row is the loss of 1,024 supervised tokens and its gradient for the hidden states, through a frozen linear head:
 the median of five runs, in turn with the other rows, and the bytes that are alive at the peak.
@@ -11,7 +11,7 @@ import statistics
 import time
 
 import torch
-from memory import LiveBytes
+from counting import MemoryCounter
 
 from peft_zerolock.objective import TokenObjective
 
@@ -43,7 +43,7 @@ def main() -> None:
     print(f"{shape}, {torch.get_num_threads()} threads")
     print("\n| logits_slice | time, against the fastest | extra memory at the peak, MiB |\n| --- | --- | --- |")
     for size in sizes:
-        with LiveBytes() as counted:
+        with MemoryCounter() as counted:
             run(size)
         print(f"| {size} | {statistics.median(seconds[size][1:]) / best:.2f} | {counted.peak / 2**20:.0f} |")
 
