@@ -86,7 +86,7 @@ class Ports:
     read: Tensor | None = None
     """What the readout hands to the model's tail."""
     cut: bool = False
-    """Whether the readout's gradient stops at h_k (readout warm-up)."""
+    """Whether the readout's gradient stops at h_k, because the adapters rest."""
     skip_chunk: bool = False
     """Whether the chunk's blocks are skipped, so that the readout reads h_{k-1}."""
     skip_readout: bool = False

@@ -5,13 +5,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.utils import logging
 
 from .config import CONFIG_NAME, ZeroLockConfig
@@ -20,6 +20,7 @@ logger = logging.get_logger(__name__)
 
 MARKER_NAME = "zerolock_complete.json"
 READOUTS_NAME = "readouts.safetensors"
+JUDGE_NAME = "judge.safetensors"
 _LORA_SETTINGS = (
     *("r", "lora_alpha", "target_modules", "modules_to_save", "layers_to_transform", "rank_pattern", "alpha_pattern"),
     *("use_rslora", "use_dora", "lora_bias", "bias", "trainable_token_indices"),
@@ -206,21 +207,19 @@ def _settings(config: ZeroLockConfig) -> dict[str, Any]:
     return values
 
 
-def save_readouts(folder: str, readouts: dict[str, nn.Parameter]) -> None:
-    """Writes the readouts' parameters, by name, for resuming; they are not part of the adapter."""
-    tensors = {name: p.detach().contiguous().cpu() for name, p in readouts.items()}
-    save_file(tensors, os.path.join(folder, READOUTS_NAME))
+def save_tensors(folder: str, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Writes to the file `name` what is not part of the adapter but needed for resuming."""
+    save_file({key: t.detach().contiguous().cpu() for key, t in tensors.items()}, os.path.join(folder, name))
 
 
-def load_readouts(folder: str, readouts: dict[str, nn.Parameter]) -> None:
-    """Reads them back in place.
+def load_tensors(folder: str, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Reads it back in place.
 
     Raises:
-        ValueError: they are not the same parameters.
+        ValueError: the file has other tensors.
     """
-    saved: dict[str, Tensor] = load_file(os.path.join(folder, READOUTS_NAME))
-    shapes: dict[str, Any] = {name: tuple(p.shape) for name, p in readouts.items()}
-    if {name: tuple(t.shape) for name, t in saved.items()} != shapes:
-        raise ValueError(f"The readouts in {folder!r} do not fit this model and these chunk settings; start afresh.")
-    for name, parameter in readouts.items():
-        parameter.data.copy_(saved[name])
+    saved: dict[str, Tensor] = load_file(os.path.join(folder, name))
+    if {key: t.shape for key, t in saved.items()} != {key: t.shape for key, t in tensors.items()}:
+        raise ValueError(f"{name} in {folder!r} does not fit this model and these chunk settings; start afresh.")
+    for key, tensor in tensors.items():
+        tensor.data.copy_(saved[key])

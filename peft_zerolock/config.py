@@ -11,12 +11,11 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from peft import LoraConfig
 from transformers.utils import logging
 
+from .config_checks import CLASSIFICATION_TASKS, READOUTS, check_settings
+
 logger = logging.get_logger(__name__)
 
 CONFIG_NAME = "zerolock_config.json"
-READOUTS = ("auto", "lm_head", "adapter", "bottleneck", "vocab", "blocks")
-CLASSIFICATION_TASKS = ("SEQ_CLS", "TOKEN_CLS")
-_INITS_THAT_LEAVE_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass
@@ -82,6 +81,9 @@ class ZeroLockConfig(LoraConfig):
             the extra memory is O(slice x vocabulary) whatever the batch. `None` uses the model's own loss on the
             full `(batch, seq, vocab)` logits. Slices of 32 or 64 tokens are slower, those
             above 256 take more memory for no clear gain (`python eval/costs/logits_slice.py`).
+        judge_every (`int`): Every how many update windows forward passes tell, for each chunk below the last, whether
+            what it has learnt since lowers the final loss; what does not is halved or undone. See `judge.Judge`, for
+            its cost and its limit too. 0, the default: no judge.
 
     Raises:
         ValueError: a field is out of its range; the message names the value, the range and the remedy.
@@ -107,127 +109,15 @@ class ZeroLockConfig(LoraConfig):
     readout_learning_rate: float | None = field(default=None, metadata={"help": "Learning rate of the readouts."})
     readout_warmup_ratio: float = field(default=0.0, metadata={"help": "Share of steps in which only readouts learn."})
     logits_slice: int | None = field(default=256, metadata={"help": "Supervised tokens per pass of the head."})
+    judge_every: int = field(default=0, metadata={"help": "Update windows between two judgements; 0: no judge."})
 
     def __post_init__(self):
         super().__post_init__()
         self.chunk_sizes, self.train_chunks = _as_list(self.chunk_sizes), _as_list(self.train_chunks)
         self.readout_vocab = _as_list(self.readout_vocab)
-        sizes = self.chunk_sizes
-        if sizes is not None:
-            if not isinstance(sizes, list) or not sizes or any(not _is_int(n) or n < 1 for n in sizes):
-                raise ValueError(
-                    f"chunk_sizes={sizes!r}: each chunk needs at least one block. Give a list of positive whole "
-                    "numbers that add up to the model's number of blocks, such as [8, 7, 7]."
-                )
-            if self.num_chunks is not None and self.num_chunks != len(sizes):
-                raise ValueError(
-                    f"num_chunks={self.num_chunks} and chunk_sizes={sizes!r} ({len(sizes)} chunks) disagree: give one "
-                    "of them."
-                )
-        if self.num_chunks is not None:
-            _check(self, "num_chunks", _is_int(self.num_chunks) and self.num_chunks >= 1, "a whole number >= 1")
-        _check(self, "alpha", _is_number(self.alpha) and 0 < self.alpha <= 1, "in (0, 1]; 1 = the task term alone")
-        _check(self, "consistency", self.consistency in ("forward", "reverse"), "'forward' or 'reverse'")
-        _check(self, "consistency_first", isinstance(self.consistency_first, bool), "True or False")
-        _check(self, "readout", self.readout in READOUTS, f"one of {', '.join(map(repr, READOUTS))}")
-        _check(
-            self,
-            "readout_dim",
-            self.readout_dim is None or (_is_int(self.readout_dim) and self.readout_dim >= 1),
-            "a whole number >= 1, or None for the readout's own default",
-        )
-        reach = self.readout_blocks
-        is_share = isinstance(reach, float) and 0 < reach < 1
-        valid = reach == "all" or is_share or (_is_int(reach) and int(reach) >= 0)
-        _check(self, "readout_blocks", valid, "a whole number >= 0, a share of the later blocks in (0, 1), or 'all'")
-        _check(self, "readout_weights", self.readout_weights in ("own", "current"), "'own' or 'current'")
-        rows = self.readout_rows
-        valid = rows == "auto" or (_is_number(rows) and 0 < float(rows) <= 1)
-        _check(self, "readout_rows", valid, "a share of the rows in (0, 1], or 'auto'")
-        kinds = ("auto", "even", "next", "last")
-        _check(self, "readout_blocks_from", self.readout_blocks_from in kinds, "auto, even, next or last")
-        _check(
-            self,
-            "readout_learning_rate",
-            self.readout_learning_rate is None
-            or (_is_number(self.readout_learning_rate) and self.readout_learning_rate > 0),
-            "greater than 0, or None for the adapters' learning rate",
-        )
-        _check(
-            self,
-            "readout_warmup_ratio",
-            _is_number(self.readout_warmup_ratio) and 0 <= self.readout_warmup_ratio < 1,
-            "in [0, 1); 0 = no warm-up",
-        )
-        _check(
-            self,
-            "logits_slice",
-            self.logits_slice is None or (_is_int(self.logits_slice) and self.logits_slice >= 1),
-            "a whole number of tokens >= 1, or None for the model's own unsliced loss",
-        )
-        self._check_readout()
-        self._check_train_chunks()
-
-    def _check_readout(self) -> None:
-        vocab = self.readout_vocab
-        if vocab is not None and self.readout != "vocab":
-            raise ValueError(f"readout_vocab={vocab!r} belongs to readout='vocab', got readout={self.readout!r}.")
-        if isinstance(vocab, list):
-            _check(self, "readout_vocab", vocab and all(_is_int(t) and t >= 0 for t in vocab), "token ids >= 0")
-            self.readout_vocab = sorted(set(vocab))
-        elif vocab is not None:
-            _check(self, "readout_vocab", _is_int(vocab) and vocab >= 1, "token ids, or how many to take (>= 1)")
-        if self.readout in ("bottleneck", "vocab"):
-            if self.task_type in CLASSIFICATION_TASKS:
-                raise ValueError(
-                    f"readout={self.readout!r} replaces a language-model head and does not fit "
-                    f"task_type={self.task_type!r}: use 'auto', 'lm_head', 'adapter' or 'blocks'."
-                )
-            if self.logits_slice is None:
-                raise ValueError(
-                    f"readout={self.readout!r} needs the sliced loss, got logits_slice=None: give a number of tokens."
-                )
-        plain_start = self.init_lora_weights in _INITS_THAT_LEAVE_THE_BASE
-        if self.resolved_readout == "blocks" and self.readout_dim not in (None, self.r) and not plain_start:
-            raise ValueError(
-                f"readout_dim={self.readout_dim} with init_lora_weights={self.init_lora_weights!r}: this start moves "
-                "a part of rank r of the base weights into the adapters, so the readout's need that rank too. Use "
-                f"readout_dim={self.r} or None."
-            )
-        self._check_own_parameters()
-
-    def _check_own_parameters(self) -> None:
-        """Settings of a readout's own parameters need a readout that has some."""
-        current = self.readout_weights == "current"
-        if current and self.resolved_readout != "blocks":
-            raise ValueError(
-                f"readout_weights='current' belongs to readout='blocks', got readout={self.readout!r}: leave it at "
-                "'own'."
-            )
-        if current and self.readout_dim is not None:
-            raise ValueError(
-                f"readout_dim={self.readout_dim}: with readout_weights='current' the readout has no LoRA of its own. "
-                "Leave readout_dim out, or use readout_weights='own'."
-            )
-        bare = self.resolved_readout == "lm_head" or (self.resolved_readout == "blocks" and self.readout_blocks == 0)
-        frozen = current or (bare and self.task_type not in CLASSIFICATION_TASKS)
-        if self.readout_warmup_ratio > 0 and frozen:
-            raise ValueError(
-                f"readout_warmup_ratio={self.readout_warmup_ratio}: this readout has no parameters of its own to warm "
-                "up. Use readout='adapter' or 'bottleneck', or 'blocks' with readout_weights='own' and at least one "
-                "block, or a ratio of 0."
-            )
-
-    def _check_train_chunks(self) -> None:
-        chosen, count = self.train_chunks, self.resolved_num_chunks
-        if chosen is None:
-            return
-        allowed = [n for n in range(-count, count + 1) if n != 0]
-        if not isinstance(chosen, list) or not chosen or any(not _is_int(n) or n not in allowed for n in chosen):
-            raise ValueError(
-                f"train_chunks={chosen!r}: the model has {count} chunk(s); name at least one of them by its number, "
-                f"1 to {count}, or from the end, -1 to -{count}."
-            )
+        check_settings(self)
+        if isinstance(self.readout_vocab, list):
+            self.readout_vocab = sorted(set(self.readout_vocab))
 
     @property
     def resolved_num_chunks(self) -> int:
@@ -247,6 +137,11 @@ class ZeroLockConfig(LoraConfig):
         if self.readout_blocks_from != "auto":
             return self.readout_blocks_from
         return "even" if self.task_type in CLASSIFICATION_TASKS else "last"
+
+    @property
+    def resolved_starts(self) -> list[float]:
+        """For each chunk, the share of the training steps after which its adapters begin to learn."""
+        return [self.readout_warmup_ratio] * (self.resolved_num_chunks - 1) + [0.0]
 
     def reach(self, later: int) -> int:
         """How many of `later` later blocks a readout of kind `"blocks"` runs through."""
@@ -349,18 +244,5 @@ def _known_absent(source: str, subfolder: str | None, hub: dict[str, Any]) -> bo
     return found is not None and not isinstance(found, str)
 
 
-def _check(config: ZeroLockConfig, name: str, valid: Any, allowed: str) -> None:
-    if not valid:
-        raise ValueError(f"{name}={getattr(config, name)!r} is not valid: it must be {allowed}.")
-
-
 def _as_list(value: Any) -> Any:
     return list(value) if isinstance(value, tuple | set) else value
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

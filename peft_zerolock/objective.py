@@ -97,9 +97,8 @@ class TokenObjective:
             consistency = divergence(logits.log_softmax(-1), log_q, self.direction).sum() / count
             return self.alpha * task + (1 - self.alpha) * consistency, task.detach(), consistency.detach()
 
-        objective, task, consistency = _Sliced.apply(
-            hidden, terms_of, self.slice_size, grad_scale, *[p for p in self.parameters if p.requires_grad]
-        )
+        trained = [p for p in self.parameters if p.requires_grad] if torch.is_grad_enabled() else []
+        objective, task, consistency = _Sliced.apply(hidden, terms_of, self.slice_size, grad_scale, *trained)
         has_consistency = previous is not None and self.alpha < 1
         return Terms(objective, task, consistency if has_consistency else None)
 

@@ -10,6 +10,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from . import checkpoint, hub
 from .config import ZeroLockConfig
+from .judge import Judge
 
 if TYPE_CHECKING:
     _Trainer = Trainer  # what the mixin is mixed into
@@ -25,6 +26,7 @@ class SavingMixin(_Trainer):
     train_dataset: Any
     args: Any
     _staging: str | None = None
+    _judge: Judge | None
 
     @property
     def zerolock_config(self) -> ZeroLockConfig:
@@ -52,7 +54,7 @@ class SavingMixin(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint_folder)
         if checkpoint_folder is not None:
-            checkpoint.load_readouts(checkpoint_folder, self.readouts)
+            checkpoint.load_tensors(checkpoint_folder, checkpoint.READOUTS_NAME, self.readouts)
 
     def _get_output_dir(self, trial) -> str:
         return self._staging or super()._get_output_dir(trial)
@@ -72,7 +74,9 @@ class SavingMixin(_Trainer):
             if self.state.best_model_checkpoint == written:
                 self.state.best_model_checkpoint = final
             if writes:
-                checkpoint.save_readouts(written, self.readouts)
+                checkpoint.save_tensors(written, checkpoint.READOUTS_NAME, self.readouts)
+                if self._judge is not None:
+                    checkpoint.save_tensors(written, checkpoint.JUDGE_NAME, self._judge.state())
                 self.state.save_to_json(os.path.join(written, TRAINER_STATE_NAME))
         if self.args.push_to_hub:
             super()._push_from_checkpoint(final)

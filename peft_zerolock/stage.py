@@ -30,7 +30,7 @@ class Entry:
         count: supervised positions of the whole update window, times the processes where Trainer does so.
         hidden: h_{k-1}, detached, `(batch, seq, hidden)`; None for the first stage.
         grad_scale: loss scale of mixed precision.
-        warmup: whether chunks whose readout has parameters of its own train only those.
+        resting: indices of the chunks whose adapters do not learn now; what their readouts have of their own does.
         first_row: number of the micro-batch's first row, counted over the update window from a start that moves on by
             one with each window; settles which rows the chunks below the last learn from.
         draw: names the micro-batch among all of the run: what its dropout masks are drawn by.
@@ -40,7 +40,7 @@ class Entry:
     count: Tensor | float
     hidden: Tensor | None = None
     grad_scale: float = 1.0
-    warmup: bool = False
+    resting: frozenset[int] = frozenset()
     first_row: int = 0
     draw: str = ""
 
@@ -48,6 +48,11 @@ class Entry:
     def size(self) -> int:
         """Rows of the micro-batch."""
         return next(len(self.inputs[name]) for name in ("input_ids", "inputs_embeds") if name in self.inputs)
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether any of the labels counts."""
+        return _has_targets(self.inputs.get("labels"))
 
     def take(self, rows: list[int], share: float) -> "Entry":
         """Some of the rows, which stand for all: they are `share` of those that the window counts."""
@@ -60,6 +65,10 @@ class Entry:
 
         inputs = {name: some(value) for name, value in self.inputs.items()}
         return replace(self, inputs=inputs, hidden=some(self.hidden), count=self.count * share)
+
+
+def _has_targets(labels: Any) -> bool:
+    return not torch.is_tensor(labels) or labels.is_floating_point() or bool((labels != -100).any())
 
 
 def learning_rows(entry: Entry, share: float) -> list[int]:
@@ -116,6 +125,16 @@ class Stage:
         """Whether the chunk has anything to train."""
         return bool(self.adapters)
 
+    def trees(self) -> dict[str, nn.Module]:
+        """The module trees that belong to the stage."""
+        return {"view": self.view.module} | ({} if self.tail is None else self.tail.modules())
+
+    def pass_on(self, entry: Entry) -> Entry:
+        """Runs the chunk without a graph and without its readout; what the next stage gets."""
+        sent: list[Tensor] = []
+        self._forward_only(entry, sent.append)
+        return replace(entry, hidden=sent[0])
+
     def step(self, entry: Entry, send: Callable[[Tensor], None] | None, loss_of: LossFunction) -> Terms | None:
         """Runs the chunk on a micro-batch; the hidden state is sent on before the readout runs.
 
@@ -155,9 +174,7 @@ class Stage:
         """Which rows a chunk below the last learns from; none where they have no targets."""
         rows = learning_rows(entry, self.row_share) if self.learns else []
         labels = entry.inputs.get("labels")
-        if not torch.is_tensor(labels) or labels.is_floating_point():
-            return rows
-        return rows if rows and bool((labels[rows] != -100).any()) else []
+        return rows if rows and _has_targets(labels[rows] if torch.is_tensor(labels) else labels) else []
 
     def _outgrows(self, learning: int, size: int) -> bool:
         """Whether so small a micro-batch does not allow the share that keeps activations within the chunk's."""
@@ -169,9 +186,11 @@ class Stage:
         self.noise.begin(f"{entry.draw}/{self.name}")
         ports = self.view.ports
         ports.received, ports.send = entry.hidden, send
-        ports.cut = entry.warmup and bool(self.readout) and not self.is_last
+        rests = self.index in entry.resting
+        ports.cut = rests and bool(self.readout)
+        learns = bool(self.readout) if rests else self.learns
         try:
-            with torch.set_grad_enabled(self.learns):
+            with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
                 return self._output_terms(entry, loss_of) if self.tail is None else self._token_terms(entry)
         finally:
             ports.clear()
@@ -323,8 +342,7 @@ def build_stages(
     shared = {id(p) for p in model.parameters()}
     stages = [_build(blocks, config, chunks, k, anatomy, sliced, vocab) for k in range(len(chunks))]
     for stage in stages:
-        trees = {"view": stage.view.module} | ({} if stage.tail is None else stage.tail.modules())
-        for prefix, tree in trees.items():
+        for prefix, tree in stage.trees().items():
             for name, parameter in tree.named_parameters():
                 if id(parameter) in blocks.aliases:
                     stage.aliases.append(blocks.aliases[id(parameter)])
@@ -334,7 +352,7 @@ def build_stages(
         if not stage.learns:
             stage.readout, stage.copies = {}, {}
         if len(stages) > 1:
-            own_dropout(trees, stage.noise)
+            own_dropout(stage.trees(), stage.noise)
         stage.label_smoothing, stage.autocast = label_smoothing, autocast
         stage.view.module = prepare(stage.view.module)
         _set_modes(stage, {id(p) for p in anatomy.tail_parameters})

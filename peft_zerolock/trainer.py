@@ -18,6 +18,7 @@ from .blocks import Slot
 from .config import ZeroLockConfig
 from .driving import DrivingMixin
 from .early_exit import EarlyExit
+from .guidance import GuidanceMixin
 from .objective import supervised_tokens
 from .optimizer import split_by_chunk
 from .parallel import GradientAverage, same_start
@@ -29,7 +30,7 @@ from .stage import Entry, Stage, build_stages
 logger = logging.get_logger(__name__)
 
 
-class ZeroLockMixin(DrivingMixin, SavingMixin):
+class ZeroLockMixin(GuidanceMixin, DrivingMixin, SavingMixin):
     """Makes a Trainer, or a trainer derived from it, train a PEFT model chunk by chunk.
 
     `class MyTrainer(ZeroLockMixin, SFTTrainer)` is all it takes. Evaluation, prediction, logging, callbacks and saving
@@ -213,7 +214,7 @@ class ZeroLockMixin(DrivingMixin, SavingMixin):
         scaler = self.accelerator.scaler
         scale = scaler.get_scale() if scaler is not None else 1.0
         draw = f"{self.args.seed}/{self.args.process_index}/{self._window}/{self._micro_batch}"
-        entry = Entry(inputs, count, grad_scale=scale, warmup=self._in_warmup(), draw=draw)
+        entry = Entry(inputs, count, grad_scale=scale, resting=self._resting, draw=draw)
         # As the rows of one process that has the batches of all, one after the other.
         entry.first_row = self._row + self.accelerator.process_index * entry.size
         self._row += self.accelerator.num_processes * entry.size
@@ -292,10 +293,6 @@ class ZeroLockMixin(DrivingMixin, SavingMixin):
             found: Any = self.compute_loss(view, inputs, return_outputs=with_outputs, num_items_in_batch=num_items)
         loss, outputs = found if with_outputs else (found, None)
         return loss * share, outputs
-
-    def _in_warmup(self) -> bool:
-        ratio = self.zerolock_config.readout_warmup_ratio
-        return ratio > 0 and self.state.global_step < ratio * self.state.max_steps
 
     def _get_grad_norm(self, model: nn.Module, grad_norm=None):
         return self._clip(float("inf")) if grad_norm is None else grad_norm

@@ -21,7 +21,7 @@ OWN = {
     *("num_chunks", "chunk_sizes", "train_chunks", "alpha", "consistency", "consistency_first", "logits_slice"),
     *("readout", "readout_dim", "readout_blocks", "readout_blocks_from", "readout_vocab"),
     *("readout_weights", "readout_rows"),
-    *("readout_learning_rate", "readout_warmup_ratio"),
+    *("readout_learning_rate", "readout_warmup_ratio", "judge_every"),
 }
 RICH = {
     "task_type": "CAUSAL_LM",
@@ -49,6 +49,7 @@ CHUNKED = {
     "readout_learning_rate": 0.01,
     "readout_warmup_ratio": 0.25,
     "logits_slice": 7,
+    "judge_every": 5,
 }
 
 COMMIT = "0" * 40

@@ -72,6 +72,9 @@ REFUSED = [
     ({"logits_slice": 2.5}, "logits_slice=2.5", "whole number"),
     ({"logits_slice": None, "readout": "vocab"}, "logits_slice=None", "give a number"),
     ({"logits_slice": None, "readout": "bottleneck"}, "logits_slice=None", "give a number"),
+    ({"judge_every": -1}, "judge_every=-1", "0 for no judge"),
+    ({"judge_every": 2.5}, "judge_every=2.5", "whole number"),
+    ({"judge_every": True}, "judge_every=True", "whole number"),
     ({"task_type": "SEQ_CLS", "readout": "vocab"}, "readout='vocab'", "'adapter' or 'blocks'"),
     ({"task_type": "TOKEN_CLS", "readout": "bottleneck"}, "readout='bottleneck'", "'adapter' or 'blocks'"),
 ]

@@ -121,6 +121,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "model": {"hidden_dropout_prob": 0.2, "classifier_dropout": 0.1},
         "gradient_accumulation_steps": 3,
     },
+    "judged": {"config": {"num_chunks": 3, "judge_every": 2}, "learning_rate": 0.3, "max_steps": 6},
     "one chunk trained": {"config": {"num_chunks": 3, "train_chunks": [2]}},
     "one chunk": {"config": {"num_chunks": 1, "lora_dropout": 0.0}},
     "readout warm-up": {"config": {"readout": "adapter", "readout_warmup_ratio": 0.5, "readout_learning_rate": 0.1}},

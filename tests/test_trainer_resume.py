@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from small_runs import changed, losses, make_arguments, make_trainer, snapshot
 
 from peft_zerolock import ZeroLockConfig, ZeroLockTrainer, load_adapter
-from peft_zerolock.checkpoint import load_readouts
+from peft_zerolock.checkpoint import READOUTS_NAME, load_tensors
 
 DROPOUT = {
     "llama": {"attention_dropout": 0.2},
@@ -77,6 +77,13 @@ RUNS = {
     "llama, PiSSA, blocks": ("llama", "CAUSAL_LM", {"init_lora_weights": "pissa", "readout": "blocks"}, BY_STEPS),
     "llama, warm-up": ("llama", "CAUSAL_LM", {"readout": "adapter", "readout_warmup_ratio": 0.7}, BY_STEPS),
     "llama, one chunk trained": ("llama", "CAUSAL_LM", {"train_chunks": [2]}, BY_STEPS),
+    "llama, judged": ("llama", "CAUSAL_LM", {"num_chunks": 3, "judge_every": 2}, BY_STEPS),
+    "bert, judged, accumulation": (
+        "bert",
+        "SEQ_CLS",
+        {"judge_every": 1},
+        BY_STEPS | {"gradient_accumulation_steps": 2},
+    ),
     "bert, by steps": ("bert", "SEQ_CLS", {}, BY_STEPS),
     "bert, by epochs, accumulation": ("bert", "SEQ_CLS", {}, BY_EPOCHS),
     "bert, lm_head": ("bert", "SEQ_CLS", {"readout": "lm_head"}, BY_STEPS),
@@ -252,10 +259,10 @@ def test_readouts_of_another_shape_are_refused(stopped, tmp_path):
     readouts = load_file(stopped / "checkpoint-4" / "readouts.safetensors")
     assert {name.split(".")[0] for name in readouts} == {"chunk_1"}
     wrong = {name: torch.nn.Parameter(torch.zeros(3)) for name in readouts}
-    with pytest.raises(ValueError, match="do not fit"):
-        load_readouts(str(stopped / "checkpoint-4"), wrong)
-    with pytest.raises(ValueError, match="do not fit"):
-        load_readouts(str(stopped / "checkpoint-4"), {})
+    with pytest.raises(ValueError, match="does not fit"):
+        load_tensors(str(stopped / "checkpoint-4"), READOUTS_NAME, wrong)
+    with pytest.raises(ValueError, match="does not fit"):
+        load_tensors(str(stopped / "checkpoint-4"), READOUTS_NAME, {})
 
 
 def test_a_checkpoint_without_optimizer_state_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """One device: the stages run one after the other, and each one's activations are gone before the next one starts."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -92,6 +93,10 @@ class SequentialRuntime:
     def drain(self) -> list[WindowReport]:
         """Nothing is on its way here, and no report is owed."""
         return []
+
+    def rested(self) -> AbstractContextManager:
+        """Nothing runs beside the calling thread."""
+        return nullcontext()
 
     def close(self) -> None:
         """Nothing to end."""
