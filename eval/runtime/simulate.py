@@ -116,34 +116,41 @@ def simulated(local: list[Times], pipeline: list[Times], micro_batches: int, win
     return found | {"its stages in turn": alone / ours}
 
 
+def results() -> tuple[dict[str, Any], Work, dict[int, tuple[list[Times], list[Times]]]]:
+    """What was measured, the work it was measured on, and by number of stages the times of ours and the pipelines'."""
+    measured = json.loads((RESULTS / "throughput.json").read_text(encoding="utf-8"))
+    found = json.loads((RESULTS / "simulation.json").read_text(encoding="utf-8"))["times"]
+    times = {
+        int(number): ([Times(**t) for t in kinds["local"]], [Times(**t) for t in kinds["pipeline"]])
+        for number, kinds in found.items()
+    }
+    return measured, Work(**measured["work"]), times
+
+
 def report() -> str:
     """The measured table and the simulated one."""
-    measured = json.loads((RESULTS / "throughput.json").read_text(encoding="utf-8"))
-    simulation = json.loads((RESULTS / "simulation.json").read_text(encoding="utf-8"))
-    work = Work(**measured["work"])
+    measured, work, times = results()
+    windows, rounds = measured["windows"], len(measured["seconds"])
     lines = [
         f"Measured: {work.batch} rows of {work.length} tokens a micro-batch, {work.micro_batches} micro-batches a "
-        f"window, {len(measured['seconds'])} rounds of {measured['windows']} windows; 2 threads, or 2 processes of 1.",
+        f"window, readout {work.readout!r}; {rounds} rounds of {windows} windows; 2 threads, or 2 processes of 1.",
         "",
         table(measured),
         "",
-        "Simulated, NOT measured (times of the stages' parts are measured): how many times as fast the concurrent "
-        "runtime is.",
+        "Simulated, NOT measured (only the times of the stages' parts are): how many times as fast concurrent is.",
         "",
         "| stages | 1f1b | gpipe | its stages in turn |",
         "| --- | --- | --- | --- |",
     ]
-    for number, times in simulation["times"].items():
-        local, pipeline = ([Times(**t) for t in times[kind]] for kind in ("local", "pipeline"))
+    for number, (local, pipeline) in times.items():
         found = simulated(local, pipeline, work.micro_batches, WINDOWS, measured["transfer"])
         lines.append(f"| {number} | " + " | ".join(f"{value:.2f} x" for value in found.values()) + " |")
-        if number == "2":
-            checked = simulated(local, pipeline, work.micro_batches, measured["windows"], measured["transfer"])
-            for name, each in ratios(measured["seconds"]).items():
-                if name in checked:
-                    off = checked[name] / statistics.median(each) - 1
-                    note = f"{name}: {checked[name]:.2f} x simulated, {statistics.median(each):.2f} x measured"
-                    lines.insert(6, f"2 stages, {measured['windows']} windows, {note} ({off:+.0%}).")
+    lines += ["", f"The simulation of what was measured, 2 stages and {windows} windows:"]
+    checked = simulated(*times[2], work.micro_batches, windows, measured["transfer"])
+    for name in SCHEDULES:
+        ratio = statistics.median(ratios(measured["seconds"])[name])
+        off = checked[name] / ratio - 1
+        lines.append(f"- {name}: {checked[name]:.2f} x simulated, {ratio:.2f} x measured ({off:+.0%})")
     return "\n".join(lines)
 
 
@@ -151,21 +158,17 @@ def draw() -> Any:
     """Simulated ratios over the number of stages, and the measured ones."""
     from matplotlib.figure import Figure
 
-    measured = json.loads((RESULTS / "throughput.json").read_text(encoding="utf-8"))
-    simulation = json.loads((RESULTS / "simulation.json").read_text(encoding="utf-8"))
+    measured, work, times = results()
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name in SCHEDULES:
-        values = []
-        for times in simulation["times"].values():
-            local, pipeline = ([Times(**t) for t in times[kind]] for kind in ("local", "pipeline"))
-            values.append(simulated(local, pipeline, 4, WINDOWS, measured["transfer"])[name])
-        axes.plot(STAGES, values, "o--", label=f"against {name}, simulated")
+        each = [simulated(*times[n], work.micro_batches, WINDOWS, measured["transfer"])[name] for n in times]
+        axes.plot(list(times), each, "o--", label=f"against {name}, SIMULATED")
         axes.plot([2], [statistics.median(ratios(measured["seconds"])[name])], "s", label=f"against {name}, measured")
     axes.axhline(1.0, color="gray", linewidth=0.8)
     axes.set_xlabel("stages")
     axes.set_ylabel("throughput of the concurrent runtime, ratio")
-    axes.set_xticks(STAGES)
+    axes.set_xticks(list(times))
     axes.legend()
     return figure
 
@@ -188,7 +191,7 @@ def main() -> None:
         }
         result = {"work": asdict(work), "times": times, "torch": torch.__version__}
         (RESULTS / "simulation.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        draw().savefig(RESULTS / "throughput.png", dpi=120)
+    draw().savefig(RESULTS / "throughput.png", dpi=120)
     print(report())
 
 

@@ -5,11 +5,15 @@
 Each round runs every method once on the same update windows, in an order that turns from round to round; ratios are
 taken within a round, and their median over the rounds is what counts, because other work may share the machine. BP is
 one chunk in the sequential runtime: the same blocks, the same sliced loss at the same positions, one backward pass.
+Threads of OpenMP wait passively (OMP_WAIT_POLICY), else those of the methods with two threads burn what others need.
 """
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
