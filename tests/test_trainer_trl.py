@@ -56,7 +56,7 @@ def test_one_chunk_is_sft(tmp_path):
 
 @pytest.mark.parametrize("readout", ["lm_head", "adapter", "blocks"])
 def test_chunks_learn_and_sft_s_metrics_are_logged(tmp_path, readout):
-    config = ZeroLockConfig(**lora_arguments("llama"), num_chunks=3, readout=readout)
+    config = ZeroLockConfig(**lora_arguments("llama"), num_chunks=3, readout=readout, readout_rows=1.0)
     trainer = _make(tmp_path, ZeroLockSFTTrainer, config)
     trainer.train()
     row = trainer.state.log_history[0]
