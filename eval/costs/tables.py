@@ -148,7 +148,7 @@ def throughput_tables(results: list[dict[str, Any]]) -> str:
             "tokens per CPU second",
             "of BP's, wall",
         ]
-        rounds, machine = config["rounds"], result["machine"]
+        rounds, machine = max(len(row["cpu_seconds"]) for row in result["rows"]), result["machine"]
         parts += [
             f"### {config['title']}",
             f"{batch_words(config['batch'])}; {rounds} rounds, one thread, {machine['cpu']}.",
