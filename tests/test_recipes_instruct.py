@@ -70,9 +70,10 @@ def test_a_run_leaves_a_plain_adapter_and_a_summary(model_folder, tmp_path, meth
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packing_trains_the_same_adapter(model_folder, tmp_path, attention):
-    """One window over all examples: packed into rows, padded in one batch, or one by one."""
+    """One window over all examples: packed into rows, padded in one batch, or one by one; all of them learnt from."""
     data = written(tmp_path / "train.jsonl", ROWS)
     step = ["--max_steps", "2", "--learning_rate", "0.01", "--max_grad_norm", "0", "--attn_implementation", attention]
+    step += ["--readout_rows", "1.0"]
     sizes = {
         "packed": ["--packing", "--per_device_train_batch_size", "9"],
         "padded": ["--per_device_train_batch_size", "9"],

@@ -1,6 +1,7 @@
 """Whatever ends a stage reaches the user as it is, ends all others, and leaves the last checkpoint as it was."""
 
 import _thread
+import signal
 import threading
 import time
 
@@ -78,6 +79,7 @@ def test_it_reaches_the_user_and_the_checkpoint_holds(tmp_path, monkeypatch, unb
 
 def test_an_interrupt_of_the_user_stops_all(tmp_path, monkeypatch):
     """While the loop waits for the stages, which are far from done."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     trainer = make_trainer(tmp_path, runtime="concurrent", max_steps=1000, logging_steps=1000)
     original, counts = Stage.step, []
 
@@ -89,8 +91,11 @@ def test_an_interrupt_of_the_user_stops_all(tmp_path, monkeypatch):
         return original(stage, *args)
 
     monkeypatch.setattr(Stage, "step", step)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(counts) < 30
 
 
