@@ -1,5 +1,9 @@
 """Which blocks form which chunk."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
 
 def split_evenly(num_blocks: int, num_chunks: int) -> list[range]:
     """Splits blocks 0 .. num_blocks - 1 into consecutive chunks whose sizes differ by at most one.
@@ -52,3 +56,58 @@ def sample_later_blocks(num_blocks: int, after: int, count: int, kind: str) -> l
         return later[len(later) - count :]
     step = len(later) / count
     return [later[round((i + 1) * step) - 1] for i in range(count)]
+
+
+@dataclass
+class Load:
+    """What a split must balance; units are the caller's.
+
+    Attributes:
+        cost: of each block.
+        extra_cost: of each chunk, whichever blocks it has (readout, head).
+        size: of each block.
+        extra_size: of each chunk.
+    """
+
+    cost: Sequence[float]
+    extra_cost: Sequence[float]
+    size: Sequence[float]
+    extra_size: Sequence[float]
+
+
+def split_by_load(load: Load, speeds: Sequence[float], capacities: Sequence[float]) -> list[int]:
+    """Chunk sizes, one chunk per device in order, whose slowest device takes the least time.
+
+    Of the splits that fit into the devices' memory the fastest is taken, and the most even of those that are equally
+    fast. Where none fits, the fullest device is as little over its capacity as can be.
+
+    Args:
+        speeds: cost per unit of time of each chunk's device.
+        capacities: size that it can hold; `math.inf` for any.
+
+    Raises:
+        ValueError: more chunks than blocks.
+    """
+    blocks, chunks = len(load.cost), len(load.extra_cost)
+    if not 1 <= chunks <= blocks:
+        raise ValueError(f"{chunks} chunks cannot be made of {blocks} blocks: use 1 to {blocks} devices.")
+    cost, size = ([0.0, *accumulate(values)] for values in (load.cost, load.size))
+
+    def rank(k: int, start: int, stop: int) -> tuple[float, float, float]:
+        """Excess over the capacity, time, and its square: what is compared, in this order."""
+        held = size[stop] - size[start] + load.extra_size[k]
+        time = (cost[stop] - cost[start] + load.extra_cost[k]) / speeds[k]
+        return max(held / capacities[k] - 1, 0.0), time, time**2
+
+    best: dict[int, tuple[tuple[float, float, float], list[int]]] = {0: ((0.0, 0.0, 0.0), [])}
+    for k in range(chunks):
+        following: dict[int, tuple[tuple[float, float, float], list[int]]] = {}
+        for start, (worst, sizes) in best.items():
+            last = blocks - (chunks - 1 - k)
+            for stop in range(start + 1 if k < chunks - 1 else blocks, last + 1):
+                own = rank(k, start, stop)
+                ranked = (max(worst[0], own[0]), max(worst[1], own[1]), worst[2] + own[2])
+                if stop not in following or ranked < following[stop][0]:
+                    following[stop] = (ranked, [*sizes, stop - start])
+        best = following
+    return best[blocks][1]

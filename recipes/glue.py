@@ -33,7 +33,7 @@ from data import RowReport, SplitNotFound, drop_long_rows, load_rows
 from datasets import Dataset
 from method import MethodArguments, checkpoint_to_resume, make_config, make_trainer
 from metrics import compute_metrics_for
-from models import check_length, loading, new_modules, resolve_model
+from models import check_length, new_modules
 from report import RunMonitor, finish, push, save_adapter, show_log
 from transformers import (
     AutoModelForSequenceClassification,
@@ -44,6 +44,7 @@ from transformers import (
 )
 
 from peft_zerolock import ZeroLockTrainingArguments
+from peft_zerolock.sources import loading, resolve_model
 
 logger = logging.getLogger("glue")
 

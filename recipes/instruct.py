@@ -33,13 +33,14 @@ from arguments import RecipeParser, one_line_errors
 from data import ORIGIN, DataError, RowReport, drop_long_rows, load_rows
 from datasets import Dataset
 from method import MethodArguments, checkpoint_to_resume, make_config, make_trainer
-from models import check_length, loading, resolve_model
+from models import check_length
 from packing import PaddingCollator, check_packing, pack
 from prompting import IGNORE, PromptEncoder, generate_answers, to_messages
 from report import RunMonitor, finish, push, save_adapter, show_log
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from peft_zerolock import ZeroLockTrainingArguments
+from peft_zerolock.sources import loading, resolve_model
 
 logger = logging.getLogger("instruct")
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from arguments import RecipeParser, one_line_errors
 from datasets import Dataset
-from models import ModelSource, block_linears, loading, resolve_model
+from models import block_linears
 from orders import HELD_OUT_FAMILIES, conversation, exact_matches, make_orders
 from packing import PaddingCollator
 from prompting import PromptEncoder, generate_answers
@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from peft_zerolock import ZeroLockConfig, ZeroLockTrainer, ZeroLockTrainingArguments
 from peft_zerolock.blocks import find_blocks
+from peft_zerolock.sources import ModelSource, loading, resolve_model
 
 MAX_NEW_TOKENS = 28
 """Enough for the longest right answer."""

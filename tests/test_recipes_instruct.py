@@ -6,12 +6,13 @@ from pathlib import Path
 import instruct
 import pytest
 import torch
-from models import resolve_model
 from peft import PeftModel
 from prompting import PromptEncoder, to_messages
 from safetensors.torch import load_file
 from tiny_text import CHATML, tiny_llama, tokenizer_with
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from peft_zerolock.sources import resolve_model
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 ROWS = [{"instruction": f"say {letter}", "input": "", "output": letter * 3} for letter in "abcdefgh"]

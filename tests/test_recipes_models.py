@@ -1,7 +1,7 @@
 """Short model names, the default LoRA targets, and newly initialised modules."""
 
 import pytest
-from models import block_linears, new_modules, resolve_model
+from models import block_linears, new_modules
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForSequenceClassification,
@@ -13,6 +13,8 @@ from transformers import (
     RobertaConfig,
     T5Config,
 )
+
+from peft_zerolock.sources import resolve_model
 
 SIZE = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 32}
 

@@ -1,0 +1,177 @@
+"""One row's training step on one model, real or without weights, for counting."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from ..admission import quiet_model
+from ..blocks import base_model_of, find_blocks
+from ..config import CLASSIFICATION_TASKS, ZeroLockConfig
+from ..readout import DEFAULT_VOCAB
+from ..runtime import SequentialRuntime
+from ..stage import Entry, Stage, build_stages
+from .blank import Blank
+from .count import StepCount, StepCounter, unique_bytes
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The shape of a micro-batch.
+
+    Attributes:
+        rows, seq: `(batch, seq)`.
+        supervised: positions of a row that are targets (causal LMs), at most seq - 1.
+        padding: whether a row is padded; without padding, attention runs without a mask where the model can.
+    """
+
+    rows: int
+    seq: int
+    supervised: int
+    padding: bool = True
+
+    def inputs(self, model: PeftModel, config: ZeroLockConfig) -> dict[str, Tensor]:
+        """Such a micro-batch: its ids are all 1, its values matter to nothing that is counted."""
+        ids = torch.ones(self.rows, self.seq, dtype=torch.long, device=base_model_of(model).device)
+        inputs = {"input_ids": ids, "labels": self._labels(ids, base_model_of(model).config, config)}
+        if self.padding:
+            inputs["attention_mask"] = torch.ones_like(ids)
+            inputs["attention_mask"][-1, -1] = 0
+        return inputs
+
+    def _labels(self, ids: Tensor, model_config: Any, config: ZeroLockConfig) -> Tensor:
+        if config.task_type == "SEQ_CLS":
+            kind, classes = model_config.problem_type, model_config.num_labels
+            if kind == "multi_label_classification":
+                return torch.zeros(self.rows, classes, device=ids.device)
+            is_value = kind == "regression" or (kind is None and classes == 1)
+            return torch.zeros(self.rows, dtype=torch.float32 if is_value else torch.long, device=ids.device)
+        labels = ids.clone()
+        if config.task_type == "TOKEN_CLS":
+            labels.zero_()
+        else:
+            labels[:, : self.seq - self.supervised] = -100
+        return labels
+
+
+@dataclass
+class BlockCost:
+    """What one block of a model takes: frozen and trained weights and kept activations in bytes, forward FLOPs."""
+
+    weights: int
+    trained: int
+    kept: int
+    flops: int
+
+
+class Trial:
+    """A model set up for a row's training step.
+
+    Args:
+        model: with adapters in place; a Blank model needs its mode in `mode`.
+        config: the chunk settings.
+        local: train chunk by chunk; otherwise by backpropagation with the model's own loss, as Trainer does.
+        checkpointing: switch activation checkpointing on.
+
+    Attributes:
+        adapters: what is trained and saved: LoRA and modules_to_save.
+        stages: empty for backpropagation.
+
+    Raises:
+        ValueError: the settings do not fit the model.
+    """
+
+    def __init__(
+        self, model: PeftModel, config: ZeroLockConfig, local: bool, checkpointing: bool, mode: Blank | None = None
+    ):
+        self.model, self.config, self.mode = model, config, mode
+        self.stages: list[Stage] = []
+        self.adapters = [p for p in model.parameters() if p.requires_grad]
+        if checkpointing:
+            model.get_base_model().activation_checkpointing_enable()
+        with self._place():
+            if local:
+                with mode.trusting() if mode is not None else nullcontext():
+                    vocab = self._vocabulary()
+                    sliced = config.task_type not in CLASSIFICATION_TASKS and config.logits_slice is not None
+                    self.stages = build_stages(model, config, sliced, vocab=vocab)
+                if mode is not None:
+                    mode.distinct = None if vocab is None else len(vocab)
+            for parameter in self.learned():
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _place(self) -> AbstractContextManager:
+        return nullcontext() if self.mode is None else self.mode
+
+    def _vocabulary(self) -> Tensor | None:
+        if self.config.resolved_readout != "vocab":
+            return None
+        asked, size = self.config.readout_vocab, base_model_of(self.model).config.get_text_config().vocab_size
+        number = len(asked) if isinstance(asked, list) else min(asked or DEFAULT_VOCAB, size)
+        return torch.arange(number, device=base_model_of(self.model).device)
+
+    def learned(self) -> list[nn.Parameter]:
+        """What has a gradient and optimizer state."""
+        if not self.stages:
+            return self.adapters
+        return [p for stage in self.stages for p in (*stage.adapters.values(), *stage.readout.values())]
+
+    def tensors(self) -> list[Tensor]:
+        """Every weight and buffer, the readouts' own included."""
+        own = [p for stage in self.stages for p in (*stage.readout.values(), *stage.copies.values())]
+        return [*self.model.parameters(), *self.model.buffers(), *own]
+
+    def run(self, batch: Batch, finished: Any = lambda stage: None) -> None:
+        """One micro-batch: forward and backward; gradients are added to those that are there."""
+        inputs, count = batch.inputs(self.model, self.config), float(batch.rows * batch.supervised)
+        if self.stages:
+            SequentialRuntime(self.stages, Tensor.backward, finished).submit(Entry(inputs, count), self._own_loss)
+        else:
+            self._own_loss(self.model, inputs, False)[0].backward()
+            finished(None)
+
+    def _own_loss(self, model: nn.Module, inputs: dict[str, Any], with_outputs: bool) -> tuple[Tensor, Any]:
+        classifies = self.config.task_type in CLASSIFICATION_TASKS
+        counted = {} if classifies else {"num_items_in_batch": float(inputs["labels"].shape[0])}
+        outputs = model(**inputs, **counted)
+        return outputs.loss, outputs
+
+    def count(self, batch: Batch) -> list[StepCount]:
+        """What each stage of the step takes (backpropagation has one), by counting its operations."""
+        vocab = None
+        if self.config.task_type == "CAUSAL_LM":
+            vocab = base_model_of(self.model).config.get_text_config().vocab_size
+        if self.mode is not None:
+            self.mode.chosen = batch.supervised / batch.seq
+        counts: list[StepCount] = []
+        with self._place(), StepCounter(self.tensors(), vocab) as counter:
+            self.run(batch, lambda stage: counts.append(counter.take()))
+        return counts
+
+    def block_costs(self, batch: Batch) -> tuple[list[BlockCost], int]:
+        """What each block takes in a forward pass that keeps its activations, and the FLOPs of all of it."""
+        blocks = find_blocks(self.model)
+        marks: list[list[tuple[int, int]]] = [[] for _ in blocks]
+        with self._place(), StepCounter(self.tensors()) as counter:
+
+            def note(i: int) -> Any:
+                return lambda *_: marks[i].append((counter.bytes, counter.count.flops))
+
+            hooks = [b.register_forward_pre_hook(note(i)) for i, b in enumerate(blocks)]
+            hooks += [b.register_forward_hook(note(i)) for i, b in enumerate(blocks)]
+            try:
+                with quiet_model(self.model):
+                    self._own_loss(self.model, batch.inputs(self.model, self.config), False)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+        costs = []
+        for block, (before, after) in zip(blocks, marks, strict=True):
+            parameters = list(block.parameters())
+            trained = unique_bytes(p for p in parameters if p.requires_grad)
+            weights = unique_bytes(p for p in parameters if not p.requires_grad)
+            costs.append(BlockCost(weights, trained, after[0] - before[0], after[1] - before[1]))
+        return costs, counter.count.flops

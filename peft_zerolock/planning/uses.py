@@ -1,0 +1,137 @@
+"""From what a step took to what each device holds, and the largest batch that it has room for."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..blocks import find_blocks
+from .count import StepCount, storage_key, unique_bytes
+from .devices import Device
+from .result import DeviceUse
+from .trial import Batch, Trial
+
+OPTIMIZERS = {"adamw": 8, "sgd": 0}
+"""Bytes of state for each weight that learns: AdamW keeps two float32 moments, SGD without momentum nothing."""
+
+
+def uses_of(
+    trial: Trial, counts: list[StepCount], devices: Sequence[Device], optimizer: str, in_flight: int
+) -> list[DeviceUse]:
+    """What each device holds at the peak of its step.
+
+    Args:
+        counts: of the trial's stages.
+        devices: none (unknown), one for all stages, or one for each; backpropagation takes the one with most memory.
+    """
+    if trial.stages and len(devices) > 1:
+        used = zip(devices, trial.stages, counts, strict=True)
+        uses = [_one_chunk(trial, stage, count, device, in_flight) for device, stage, count in used]
+    else:
+        uses = [_all_chunks(trial, counts, max(devices, key=lambda d: d.memory, default=None))]
+    for use, learned in zip(uses, _learned(trial, len(uses)), strict=True):
+        use.gradients = unique_bytes(learned)
+        use.optimizer = OPTIMIZERS[optimizer] * sum(p.numel() for p in learned)
+    return uses
+
+
+def _learned(trial: Trial, devices: int) -> list[list[nn.Parameter]]:
+    if devices == 1:
+        return [trial.learned()]
+    return [[*stage.adapters.values(), *stage.readout.values()] for stage in trial.stages]
+
+
+def _all_chunks(trial: Trial, counts: list[StepCount], device: Device | None) -> DeviceUse:
+    """One after the other: the device holds every weight, and the activations of one chunk at a time."""
+    peak = max(counts, key=lambda count: count.peak)
+    trained = {id(p) for p in trial.adapters}
+    frozen = [t for t in (*trial.model.parameters(), *trial.model.buffers()) if id(t) not in trained]
+    return DeviceUse(
+        device="device" if device is None else device.name,
+        blocks=[0, len(find_blocks(trial.model))],
+        weights=unique_bytes(frozen),
+        copies=unique_bytes(p for stage in trial.stages for p in stage.copies.values()),
+        adapters=unique_bytes(trial.adapters),
+        readouts=unique_bytes(p for stage in trial.stages for p in stage.readout.values()),
+        activations=peak.activations,
+        logits=peak.logits,
+        boundary=peak.boundary,
+        flops=sum(count.flops for count in counts),
+        capacity=None if device is None else device.memory,
+    )
+
+
+def _one_chunk(trial: Trial, stage: Any, count: StepCount, device: Device, in_flight: int) -> DeviceUse:
+    """The weights that the stage's step read; embeddings only for the first, since the others' are replaced."""
+    read = count.read if stage.index > 0 else count.read | count.looked_up
+    trained = {id(p) for p in trial.adapters}
+    inside = find_blocks(trial.model)
+    own = {id(p) for i in stage.chunk for p in inside[i].parameters()} | {id(p) for p in stage.adapters.values()}
+    frozen = [t for t in (*trial.model.parameters(), *trial.model.buffers()) if id(t) not in trained]
+    return DeviceUse(
+        device=device.name,
+        blocks=[stage.chunk.start, stage.chunk.stop],
+        weights=unique_bytes(t for t in frozen if storage_key(t) in read),
+        copies=unique_bytes(stage.copies.values()),
+        adapters=unique_bytes(p for p in trial.adapters if id(p) in own),
+        readouts=unique_bytes(stage.readout.values()),
+        activations=count.activations,
+        logits=count.logits,
+        boundary=count.boundary * (in_flight if stage.index > 0 else 1),
+        flops=count.flops,
+        capacity=device.memory,
+    )
+
+
+def largest_batch(uses_at: Callable[[int], list[DeviceUse]], rows: int, uses: list[DeviceUse]) -> int | None:
+    """The largest number of rows for which every device's memory is enough; each answer was counted.
+
+    A peak is a maximum of lines in the number of rows, so that the line through two counts never promises more than
+    there is between them.
+
+    Args:
+        uses_at: counts a step of so many rows.
+        rows, uses: a number that was counted, and what it took.
+
+    Returns:
+        0 where one row is too much, None where a device's memory is unknown.
+    """
+    if any(use.capacity is None for use in uses):
+        return None
+    known = {rows: uses}
+    guess = min(int(rows * (use.capacity - use.total + use.step) / use.step) for use in uses)
+    for _ in range(6):
+        fitting = max((n for n, found in known.items() if _fit(found)), default=0)
+        too_many = min((n for n, found in known.items() if not _fit(found)), default=math.inf)
+        guess = int(min(max(guess, fitting), too_many - 1))
+        if guess <= fitting:
+            return fitting
+        known[guess] = uses_at(guess)
+        guess = _by_lines(known)
+    return max((n for n, found in known.items() if _fit(found)), default=0)
+
+
+def _fit(uses: list[DeviceUse]) -> bool:
+    return all(bool(use.fits) for use in uses)
+
+
+def _by_lines(known: dict[int, list[DeviceUse]]) -> int:
+    """Where the lines through the two counts that are nearest to the limit cross it."""
+    (low, below), (high, above) = sorted(known.items(), key=lambda item: (abs(_room(item[1])), item[0]))[:2]
+    limits = []
+    for one, other in zip(below, above, strict=True):
+        slope = (other.total - one.total) / (high - low)
+        assert one.capacity is not None
+        limits.append(low + (one.capacity - one.total) / slope if slope > 0 else math.inf)
+    return max(int(min(limits)), 0) if min(limits) < math.inf else max(low, high)
+
+
+def _room(uses: list[DeviceUse]) -> int:
+    return min((use.capacity or 0) - use.total for use in uses)
+
+
+def with_rows(batch: Batch, rows: int) -> Batch:
+    """The same batch with another number of rows."""
+    return dataclasses.replace(batch, rows=rows)
