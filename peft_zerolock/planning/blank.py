@@ -30,8 +30,10 @@ _PUTS = (aten.index_put_.default, aten._index_put_impl_.default, aten.index_put.
 class Blank(FakeTensorMode):
     """Fake tensors on the CPU whose few questions about values get the answer of the usual course of a step.
 
-    * A boolean index, which chooses supervised tokens, chooses the share `chosen` of the positions.
+    * A boolean tensor that is an index, or whose true places are looked for, chooses the share `chosen` of them:
+      the supervised tokens.
     * `unique()` finds `distinct` values where that is set.
+    * A question for yes or no is answered with yes: there are targets among the rows.
     * While stages are built (`trusting`), the admission test's comparison holds, and a number that is read is 0.
 
     Any other question about values raises, as it does in FakeTensorMode.
@@ -57,20 +59,26 @@ class Blank(FakeTensorMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self._trusting and func is aten.allclose.default:
             return True
+        if func is aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return True
         if self._trusting and func is aten._local_scalar_dense.default:
             return 0
         if func is aten.index.Tensor and _is_mask(args[1]):
             mask, whole = args[1][0], args[0]
             shape = (round(mask.numel() * self.chosen), *whole.shape[mask.dim() :])
             return super().__torch_dispatch__(aten.new_empty.default, types, (whole, shape), {})
+        if func is aten.nonzero.default and args[0].dtype == torch.bool:
+            shape = (round(args[0].numel() * self.chosen), args[0].dim())
+            long = {"dtype": torch.long}
+            return super().__torch_dispatch__(aten.new_empty.default, types, (args[0], shape), long)
         if func in _PUTS and _is_mask(args[1]):
             if func in _PUTS[:2]:
                 return args[0]
             return super().__torch_dispatch__(aten.clone.default, types, (args[0],), {})
         if func is aten._unique2.default and self.distinct is not None:
             size = (min(args[0].numel(), self.distinct),)
-            made = [super().__torch_dispatch__(aten.new_empty.default, types, (args[0], size), {}) for _ in range(3)]
-            return tuple(made)
+            found = super().__torch_dispatch__(aten.new_empty.default, types, (args[0], size), {})
+            return found, *(super().__torch_dispatch__(aten.new_empty.default, types, (args[0], [0]), {}),) * 2
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -83,8 +83,8 @@ class StepCounter(TorchDispatchMode):
         result = func(*args, **kwargs)
         known = self.weights & given
         (self.count.looked_up if func is aten.embedding.default else self.count.read).update(known)
-        packet = getattr(func, "_overloadpacket", None)
-        formula = flop_registry.get(packet) or _CPU_ATTENTION.get(packet)
+        packet: Any = getattr(func, "_overloadpacket", None)
+        formula: Any = flop_registry.get(packet) or _CPU_ATTENTION.get(packet)
         if formula is not None:
             shaped = {} if packet in _CPU_ATTENTION else {"out_val": result}
             self.count.flops += int(formula(*args, **kwargs, **shaped))

@@ -38,7 +38,7 @@ def plan(
     batch: int = 8,
     seq: int = 512,
     supervised: int | None = None,
-    padding: bool = True,
+    num_labels: int | None = None,
     dtype: str = "bfloat16",
     optimizer: str = "adamw",
     devices: Iterable[str | Device] = (),
@@ -61,7 +61,7 @@ def plan(
         num_chunks: chunk counts to compare. Default: the config's, where it has one; otherwise 2, 3 and 4.
         batch, seq: rows and tokens of a micro-batch.
         supervised: tokens of a row that are targets (causal LMs); default: all but the first.
-        padding: whether rows are padded, so that attention needs a mask.
+        num_labels: classes of a classification head, where the model's config is not to say it.
         dtype: of the frozen weights: "float32", "bfloat16" or "float16". What is trained is float32.
         optimizer: "adamw" or "sgd".
         devices: where it shall run, each a Device or `"name:memory:speed"`. One, or none: all chunks share it. More:
@@ -81,25 +81,28 @@ def plan(
         chosen = [Device("cuda", torch.cuda.get_device_properties(0).total_memory)]
     if not _is_count(in_flight, 1):
         raise ValueError(f"in_flight={in_flight!r} is not valid: it must be a whole number >= 1.")
-    shape = _batch(batch, seq, supervised, padding)
+    shape = _batch(batch, seq, supervised)
     _choose("split", split, SPLITS)
     _choose("optimizer", optimizer, OPTIMIZERS)
     weights = DTYPES[_choose("dtype", dtype, DTYPES)]
-    found = read_config(model) if isinstance(model, str) else getattr(model, "config", model)
-    planner = _Planner(_usable(found, config), config, shape, weights, optimizer, chosen, in_flight, checkpointing)
+    given: Any = read_config(model) if isinstance(model, str) else getattr(model, "config", model)
+    found = _usable(given, config)
+    if num_labels is not None:
+        found.num_labels = num_labels
+    planner = _Planner(found, config, shape, weights, optimizer, chosen, in_flight, checkpointing)
     planned = list(planner.rows(_chunk_settings(config, found, num_chunks, chosen), split))
     name = model if isinstance(model, str) else found.model_type
     blocks = found.get_text_config().num_hidden_layers
     rows = [row for _, row in planned]
-    made = Plan(name, blocks, batch, seq, shape.supervised, padding, dtype, optimizer, in_flight, rows)
+    made = Plan(name, blocks, batch, seq, shape.supervised, dtype, optimizer, in_flight, rows)
     if measure:
-        loaded = load_weights(str(model), planner.model_config, known_task(config), weights)
+        loaded = load_weights(str(model), found, known_task(config), weights)
         for way, row in planned:
             made.measured_by = measure_row(loaded, way, row, shape, optimizer)
     return made
 
 
-def read_config(name: str, **changes: Any) -> PretrainedConfig:
+def read_config(name: str) -> PretrainedConfig:
     """The config of a model, by any name that `plan` takes.
 
     Raises:
@@ -107,7 +110,7 @@ def read_config(name: str, **changes: Any) -> PretrainedConfig:
     """
     source = resolve_model(name)
     with loading(name):
-        return AutoConfig.from_pretrained(source.path, **source.tokenizer_kwargs(), **changes)
+        return AutoConfig.from_pretrained(source.path, **source.tokenizer_kwargs())
 
 
 def _is_count(value: Any, least: int) -> bool:
@@ -120,13 +123,13 @@ def _choose(name: str, value: str, allowed: Iterable[str]) -> str:
     return value
 
 
-def _batch(batch: int, seq: int, supervised: int | None, padding: bool) -> Batch:
+def _batch(batch: int, seq: int, supervised: int | None) -> Batch:
     for name, value, least in (("batch", batch, 1), ("seq", seq, 2)):
         if not _is_count(value, least):
             raise ValueError(f"{name}={value!r} is not valid: it must be a whole number >= {least}.")
     if supervised is not None and not (_is_count(supervised, 1) and supervised < seq):
         raise ValueError(f"supervised={supervised!r} is not valid: it must be from 1 to seq - 1 = {seq - 1}.")
-    return Batch(batch, seq, seq - 1 if supervised is None else supervised, padding)
+    return Batch(batch, seq, seq - 1 if supervised is None else supervised)
 
 
 def _usable(model_config: PretrainedConfig, config: ZeroLockConfig) -> PretrainedConfig:

@@ -5,7 +5,7 @@ from typing import Any
 
 PARTS = {
     "weights": "frozen weights and buffers, in the model's type",
-    "copies": "frozen copies of what the last chunk trains in the model's tail, for the readouts below it",
+    "copies": "frozen copies of what later chunks train and a readout reads: a head, or LoRA on another device",
     "adapters": "what is trained and saved: LoRA and modules_to_save (a classification head), float32",
     "readouts": "what the readouts train and is thrown away, float32",
     "gradients": "one for each weight that learns, float32; kept through an update window",
@@ -22,6 +22,7 @@ NOT_COUNTED = (
     "what the allocator rounds up or cannot use (fragmentation)",
     "what kernels allocate for themselves (workspaces)",
     "the optimizer's temporaries while it steps",
+    "what batches without padding save: rows are taken to be padded, so that attention has a mask",
     "the CPU's attention kernels stand for the device's: other kernels may keep a little more or less",
 )
 
@@ -123,7 +124,7 @@ class Plan:
     Attributes:
         model: the name or the class of the model.
         blocks: its number of blocks.
-        batch, seq, supervised, padding: the shape of a micro-batch.
+        batch, seq, supervised: the shape of a micro-batch.
         dtype: of the frozen weights.
         optimizer: its name.
         in_flight: micro-batches under way between devices.
@@ -136,7 +137,6 @@ class Plan:
     batch: int
     seq: int
     supervised: int
-    padding: bool
     dtype: str
     optimizer: str
     in_flight: int

@@ -1,19 +1,20 @@
 """One row's training step on one model, real or without weights, for counting."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ..admission import quiet_model
 from ..blocks import base_model_of, find_blocks
 from ..config import CLASSIFICATION_TASKS, ZeroLockConfig
 from ..readout import DEFAULT_VOCAB
 from ..runtime import SequentialRuntime
-from ..stage import Entry, Stage, build_stages
+from ..stage import Entry, Stage, build_stages, learning_rows
 from .blank import Blank
 from .count import StepCount, StepCounter, unique_bytes
 
@@ -25,22 +26,19 @@ class Batch:
     Attributes:
         rows, seq: `(batch, seq)`.
         supervised: positions of a row that are targets (causal LMs), at most seq - 1.
-        padding: whether a row is padded; without padding, attention runs without a mask where the model can.
     """
 
     rows: int
     seq: int
     supervised: int
-    padding: bool = True
 
     def inputs(self, model: PeftModel, config: ZeroLockConfig) -> dict[str, Tensor]:
-        """Such a micro-batch: its ids are all 1, its values matter to nothing that is counted."""
+        """Such a micro-batch, with a padded row: attention needs a mask. Its values matter to nothing counted."""
         ids = torch.ones(self.rows, self.seq, dtype=torch.long, device=base_model_of(model).device)
-        inputs = {"input_ids": ids, "labels": self._labels(ids, base_model_of(model).config, config)}
-        if self.padding:
-            inputs["attention_mask"] = torch.ones_like(ids)
-            inputs["attention_mask"][-1, -1] = 0
-        return inputs
+        mask = torch.ones_like(ids)
+        mask[-1, -1] = 0
+        labels = self._labels(ids, base_model_of(model).config, config)
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
     def _labels(self, ids: Tensor, model_config: Any, config: ZeroLockConfig) -> Tensor:
         if config.task_type == "SEQ_CLS":
@@ -91,12 +89,12 @@ class Trial:
         self.stages: list[Stage] = []
         self.adapters = [p for p in model.parameters() if p.requires_grad]
         if checkpointing:
-            model.get_base_model().activation_checkpointing_enable()
+            base_model_of(model).activation_checkpointing_enable()
         with self._place():
             if local:
                 with mode.trusting() if mode is not None else nullcontext():
                     vocab = self._vocabulary()
-                    sliced = config.task_type not in CLASSIFICATION_TASKS and config.logits_slice is not None
+                    sliced = config.logits_slice is not None and _shifts_labels(model)
                     self.stages = build_stages(model, config, sliced, vocab=vocab)
                 if mode is not None:
                     mode.distinct = None if vocab is None else len(vocab)
@@ -128,14 +126,23 @@ class Trial:
         """One micro-batch: forward and backward; gradients are added to those that are there."""
         inputs, count = batch.inputs(self.model, self.config), float(batch.rows * batch.supervised)
         if self.stages:
-            SequentialRuntime(self.stages, Tensor.backward, finished).submit(Entry(inputs, count), self._own_loss)
+            entry = self._heaviest(Entry(inputs, count))
+            SequentialRuntime(self.stages, Tensor.backward, finished).submit(entry, self._own_loss)
         else:
-            self._own_loss(self.model, inputs, False)[0].backward()
+            self._own_loss(self.model, inputs, False, 1.0)[0].backward()
             finished(None)
 
-    def _own_loss(self, model: nn.Module, inputs: dict[str, Any], with_outputs: bool) -> tuple[Tensor, Any]:
+    def _heaviest(self, entry: Entry) -> Entry:
+        """At the place in the update window where the chunks learn from most of its rows (`readout_rows`)."""
+        shares = [stage.row_share for stage in self.stages if stage.learns and not stage.is_last]
+        places = [replace(entry, first_row=start) for start in range(64)] if any(s < 1 for s in shares) else [entry]
+        return max(places, key=lambda place: sum(len(learning_rows(place, share)) for share in shares))
+
+    def _own_loss(
+        self, model: nn.Module, inputs: dict[str, Any], with_outputs: bool, row_share: float
+    ) -> tuple[Tensor, Any]:
         classifies = self.config.task_type in CLASSIFICATION_TASKS
-        counted = {} if classifies else {"num_items_in_batch": float(inputs["labels"].shape[0])}
+        counted = {} if classifies else {"num_items_in_batch": row_share * inputs["labels"].numel()}
         outputs = model(**inputs, **counted)
         return outputs.loss, outputs
 
@@ -145,7 +152,7 @@ class Trial:
         if self.config.task_type == "CAUSAL_LM":
             vocab = base_model_of(self.model).config.get_text_config().vocab_size
         if self.mode is not None:
-            self.mode.chosen = batch.supervised / batch.seq
+            self.mode.chosen = batch.supervised / batch.seq if self.config.task_type == "CAUSAL_LM" else 1.0
         counts: list[StepCount] = []
         with self._place(), StepCounter(self.tensors(), vocab) as counter:
             self.run(batch, lambda stage: counts.append(counter.take()))
@@ -164,7 +171,7 @@ class Trial:
             hooks += [b.register_forward_hook(note(i)) for i, b in enumerate(blocks)]
             try:
                 with quiet_model(self.model):
-                    self._own_loss(self.model, batch.inputs(self.model, self.config), False)
+                    self._own_loss(self.model, batch.inputs(self.model, self.config), False, 1.0)
             finally:
                 for hook in hooks:
                     hook.remove()
@@ -175,3 +182,8 @@ class Trial:
             weights = unique_bytes(p for p in parameters if not p.requires_grad)
             costs.append(BlockCost(weights, trained, after[0] - before[0], after[1] - before[1]))
         return costs, counter.count.flops
+
+
+def _shifts_labels(model: PeftModel) -> bool:
+    """Whether the model's own loss is that of causal LMs, by transformers' table; as Trainer finds it out."""
+    return LOSS_MAPPING.get(base_model_of(model).loss_type) is ForCausalLMLoss

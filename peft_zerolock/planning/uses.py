@@ -70,11 +70,12 @@ def _one_chunk(trial: Trial, stage: Any, count: StepCount, device: Device, in_fl
     inside = find_blocks(trial.model)
     own = {id(p) for i in stage.chunk for p in inside[i].parameters()} | {id(p) for p in stage.adapters.values()}
     frozen = [t for t in (*trial.model.parameters(), *trial.model.buffers()) if id(t) not in trained]
+    borrowed = [p for p in trial.adapters if id(p) not in own and storage_key(p) in read]
     return DeviceUse(
         device=device.name,
         blocks=[stage.chunk.start, stage.chunk.stop],
         weights=unique_bytes(t for t in frozen if storage_key(t) in read),
-        copies=unique_bytes(stage.copies.values()),
+        copies=unique_bytes([*stage.copies.values(), *borrowed]),
         adapters=unique_bytes(p for p in trial.adapters if id(p) in own),
         readouts=unique_bytes(stage.readout.values()),
         activations=count.activations,
@@ -101,7 +102,7 @@ def largest_batch(uses_at: Callable[[int], list[DeviceUse]], rows: int, uses: li
     if any(use.capacity is None for use in uses):
         return None
     known = {rows: uses}
-    guess = min(int(rows * (use.capacity - use.total + use.step) / use.step) for use in uses)
+    guess = min(int(rows * (_free(use) + use.step) / use.step) for use in uses)
     for _ in range(6):
         fitting = max((n for n, found in known.items() if _fit(found)), default=0)
         too_many = min((n for n, found in known.items() if not _fit(found)), default=math.inf)
@@ -111,6 +112,10 @@ def largest_batch(uses_at: Callable[[int], list[DeviceUse]], rows: int, uses: li
         known[guess] = uses_at(guess)
         guess = _by_lines(known)
     return max((n for n, found in known.items() if _fit(found)), default=0)
+
+
+def _free(use: DeviceUse) -> int:
+    return (use.capacity or 0) - use.total
 
 
 def _fit(uses: list[DeviceUse]) -> bool:
@@ -123,13 +128,12 @@ def _by_lines(known: dict[int, list[DeviceUse]]) -> int:
     limits = []
     for one, other in zip(below, above, strict=True):
         slope = (other.total - one.total) / (high - low)
-        assert one.capacity is not None
-        limits.append(low + (one.capacity - one.total) / slope if slope > 0 else math.inf)
+        limits.append(low + _free(one) / slope if slope > 0 else math.inf)
     return max(int(min(limits)), 0) if min(limits) < math.inf else max(low, high)
 
 
 def _room(uses: list[DeviceUse]) -> int:
-    return min((use.capacity or 0) - use.total for use in uses)
+    return min(_free(use) for use in uses)
 
 
 def with_rows(batch: Batch, rows: int) -> Batch:
