@@ -1,6 +1,11 @@
-import pytest
+import itertools
+import math
 
-from peft_zerolock.partition import chunks_of_sizes, sample_later_blocks, split_evenly
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peft_zerolock.partition import Load, chunks_of_sizes, sample_later_blocks, split_by_load, split_evenly
 
 
 @pytest.mark.parametrize("num_blocks", range(1, 8))
@@ -42,3 +47,39 @@ def test_later_blocks_are_distinct_in_order_and_no_more_than_there_are(kind, aft
     assert chosen == sorted(set(chosen))
     assert len(chosen) == min(count, 6 - after)
     assert all(after <= i < 6 for i in chosen)
+
+
+def test_split_by_load_with_known_answers():
+    inf = math.inf
+    blocks = Load([1.0] * 6, [0.0, 0.0], [1.0] * 6, [0.0, 0.0])
+    assert split_by_load(blocks, [1, 1], [inf, inf]) == [3, 3]
+    assert split_by_load(blocks, [1, 2], [inf, inf]) == [2, 4]
+    assert split_by_load(blocks, [1, 1], [2, inf]) == [2, 4]  # memory before speed
+    assert split_by_load(blocks, [1, 1], [2, 3]) in ([2, 4], [3, 3])  # too small together: as little over as can be
+    head = Load([1.0] * 6, [0.0, 0.0, 2.0], [1.0] * 6, [0.0] * 3)
+    assert split_by_load(head, [1, 1, 1], [inf] * 3) in ([3, 2, 1], [2, 3, 1])
+    uneven = Load([4.0, 1.0, 1.0, 1.0, 1.0], [0.0, 0.0], [1.0] * 5, [0.0, 0.0])
+    assert split_by_load(uneven, [1, 1], [inf, inf]) == [1, 4]
+    with pytest.raises(ValueError, match="3 chunks cannot be made of 2 blocks"):
+        split_by_load(Load([1.0] * 2, [0.0] * 3, [1.0] * 2, [0.0] * 3), [1] * 3, [inf] * 3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=3, max_size=7),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4), st.integers(4, 30)), min_size=1, max_size=3),
+)
+def test_no_other_split_is_better(costs, chunks):
+    extra, speeds, room = ([part[i] for part in chunks] for i in range(3))
+    sizes = [c % 4 + 1 for c in costs]
+
+    def rank(split):
+        bounds = [0, *itertools.accumulate(split)]
+        parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+        over = max(max(sum(sizes[p]) / r - 1, 0) for p, r in zip(parts, room, strict=True))
+        return over, max((sum(costs[p]) + e) / s for p, e, s in zip(parts, extra, speeds, strict=True))
+
+    count = len(chunks)
+    every = [s for s in itertools.product(range(1, len(costs) + 1), repeat=count) if sum(s) == len(costs)]
+    found = split_by_load(Load(costs, extra, sizes, [0] * count), speeds, room)
+    assert rank(found) == pytest.approx(min(rank(split) for split in every))

@@ -1,6 +1,8 @@
 """One row's training step on one model, real or without weights, for counting."""
 
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +19,9 @@ from ..runtime import SequentialRuntime
 from ..stage import Entry, Stage, build_stages, learning_rows
 from .blank import Blank
 from .count import StepCount, StepCounter, unique_bytes
+
+_STARTS = 60
+"""Places in a window that are looked at: shares of halves to sixths repeat within them."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +106,11 @@ class Trial:
             for parameter in self.learned():
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _place(self) -> AbstractContextManager:
-        return nullcontext() if self.mode is None else self.mode
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        with warnings.catch_warnings(), nullcontext() if self.mode is None else self.mode:
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            yield
 
     def _vocabulary(self) -> Tensor | None:
         if self.config.resolved_readout != "vocab":
@@ -122,21 +130,28 @@ class Trial:
         own = [p for stage in self.stages for p in (*stage.readout.values(), *stage.copies.values())]
         return [*self.model.parameters(), *self.model.buffers(), *own]
 
-    def run(self, batch: Batch, finished: Any = lambda stage: None) -> None:
+    def places(self, batch: Batch) -> dict[int, float]:
+        """Where in an update window a micro-batch can stand, as `Entry.first_row`, with the share of such places.
+
+        Only one of those from which each chunk learns from as many rows (`readout_rows`) is named.
+        """
+        entry = Entry(batch.inputs(self.model, self.config), 1.0)
+        shares = [stage.row_share for stage in self.stages if stage.learns and not stage.is_last]
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for start in range(_STARTS):
+            place = replace(entry, first_row=start)
+            alike.setdefault(tuple(len(learning_rows(place, share)) for share in shares), []).append(start)
+        return {starts[0]: len(starts) / _STARTS for starts in alike.values()}
+
+    def run(self, batch: Batch, first_row: int, finished: Callable[[Any], None] = lambda stage: None) -> None:
         """One micro-batch: forward and backward; gradients are added to those that are there."""
         inputs, count = batch.inputs(self.model, self.config), float(batch.rows * batch.supervised)
         if self.stages:
-            entry = self._heaviest(Entry(inputs, count))
+            entry = Entry(inputs, count, first_row=first_row)
             SequentialRuntime(self.stages, Tensor.backward, finished).submit(entry, self._own_loss)
         else:
             self._own_loss(self.model, inputs, False, 1.0)[0].backward()
             finished(None)
-
-    def _heaviest(self, entry: Entry) -> Entry:
-        """At the place in the update window where the chunks learn from most of its rows (`readout_rows`)."""
-        shares = [stage.row_share for stage in self.stages if stage.learns and not stage.is_last]
-        places = [replace(entry, first_row=start) for start in range(64)] if any(s < 1 for s in shares) else [entry]
-        return max(places, key=lambda place: sum(len(learning_rows(place, share)) for share in shares))
 
     def _own_loss(
         self, model: nn.Module, inputs: dict[str, Any], with_outputs: bool, row_share: float
@@ -147,16 +162,27 @@ class Trial:
         return outputs.loss, outputs
 
     def count(self, batch: Batch) -> list[StepCount]:
-        """What each stage of the step takes (backpropagation has one), by counting its operations."""
+        """What each stage of a step takes (backpropagation has one), by counting its operations.
+
+        The peak is that of the heaviest place in an update window, the FLOPs are the mean over all places.
+        """
         vocab = None
         if self.config.task_type == "CAUSAL_LM":
             vocab = base_model_of(self.model).config.get_text_config().vocab_size
         if self.mode is not None:
             self.mode.chosen = batch.supervised / batch.seq if self.config.task_type == "CAUSAL_LM" else 1.0
-        counts: list[StepCount] = []
-        with self._place(), StepCounter(self.tensors(), vocab) as counter:
-            self.run(batch, lambda stage: counts.append(counter.take()))
-        return counts
+        found: list[list[StepCount]] = []
+        with self._place():
+            places = self.places(batch)
+            for first_row in places:
+                found.append([])
+                with StepCounter(self.tensors(), vocab) as counter:
+                    self.run(batch, first_row, lambda stage: found[-1].append(counter.take()))
+        heaviest = [max(counts, key=lambda count: count.peak) for counts in zip(*found, strict=True)]
+        for count, counts in zip(heaviest, zip(*found, strict=True), strict=True):
+            count.flops = round(sum(c.flops * share for c, share in zip(counts, places.values(), strict=True)))
+            count.read.update(*(c.read for c in counts))
+        return heaviest
 
     def block_costs(self, batch: Batch) -> tuple[list[BlockCost], int]:
         """What each block takes in a forward pass that keeps its activations, and the FLOPs of all of it."""

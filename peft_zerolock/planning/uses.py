@@ -87,10 +87,9 @@ def _one_chunk(trial: Trial, stage: Any, count: StepCount, device: Device, in_fl
 
 
 def largest_batch(uses_at: Callable[[int], list[DeviceUse]], rows: int, uses: list[DeviceUse]) -> int | None:
-    """The largest number of rows for which every device's memory is enough; each answer was counted.
+    """The largest number of rows for which every device's memory is enough; a step of that many was counted.
 
-    A peak is a maximum of lines in the number of rows, so that the line through two counts never promises more than
-    there is between them.
+    A peak is close to a line in the number of rows, so that lines through counts lead to it.
 
     Args:
         uses_at: counts a step of so many rows.
