@@ -76,9 +76,7 @@ class StepCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if (
-            func is torch.ops.prim.device.default
-        ):  # fake tensors are asked for their device this way, most often of all
+        if func is torch.ops.prim.device.default:  # how fake tensors are asked for their device
             return func(*args, **kwargs)
         if self._start is None:
             self._start = self.bytes

@@ -51,7 +51,8 @@ def measure_row(base: nn.Module, way: Any, row: Row, batch: Batch, optimizer: st
     prepare_trainable(model)
     trial = Trial(model.train(), way.config, way.method == "zerolock", way.checkpointing)
     stepper = _CLASSES[optimizer](trial.learned(), lr=1e-6)
-    trial.run(batch, 0)
+    places = [entry for entry, _ in trial.places(batch)]
+    trial.run(places[0])
     stepper.step()
     (use,) = row.devices
     (held,) = uses_of(trial, [StepCount()], [], optimizer, 1)
@@ -60,7 +61,7 @@ def measure_row(base: nn.Module, way: Any, row: Row, batch: Batch, optimizer: st
     state = [t for tensors in stepper.state.values() for t in tensors.values() if torch.is_tensor(t)]
     use.measured["optimizer"] = unique_bytes(state)
     step = _step_on_cuda if device.type == "cuda" else _step_on_cpu
-    use.measured["step"] = max(step(partial(trial.run, batch, place)) for place in trial.places(batch))
+    use.measured["step"] = max(step(partial(trial.run, entry)) for entry in places)
     use.measured["total"] = sum(size for part, size in use.measured.items() if part != "total")
     if device.type == "cuda":
         use.measured["total"] = torch.cuda.memory_allocated() - before + use.measured["step"]

@@ -130,27 +130,26 @@ class Trial:
         own = [p for stage in self.stages for p in (*stage.readout.values(), *stage.copies.values())]
         return [*self.model.parameters(), *self.model.buffers(), *own]
 
-    def places(self, batch: Batch) -> dict[int, float]:
-        """Where in an update window a micro-batch can stand, as `Entry.first_row`, with the share of such places.
+    def places(self, batch: Batch) -> list[tuple[Entry, float]]:
+        """The micro-batch at each place where it can stand in an update window, with the share of such places.
 
-        Only one of those from which each chunk learns from as many rows (`readout_rows`) is named.
+        Of those from which each chunk learns from as many rows (`readout_rows`), one stands for all.
         """
-        entry = Entry(batch.inputs(self.model, self.config), 1.0)
+        with self._place():
+            entry = Entry(batch.inputs(self.model, self.config), float(batch.rows * batch.supervised))
         shares = [stage.row_share for stage in self.stages if stage.learns and not stage.is_last]
-        alike: dict[tuple[int, ...], list[int]] = {}
+        alike: dict[tuple[int, ...], list[Entry]] = {}
         for start in range(_STARTS):
             place = replace(entry, first_row=start)
-            alike.setdefault(tuple(len(learning_rows(place, share)) for share in shares), []).append(start)
-        return {starts[0]: len(starts) / _STARTS for starts in alike.values()}
+            alike.setdefault(tuple(len(learning_rows(place, share)) for share in shares), []).append(place)
+        return [(places[0], len(places) / _STARTS) for places in alike.values()]
 
-    def run(self, batch: Batch, first_row: int, finished: Callable[[Any], None] = lambda stage: None) -> None:
+    def run(self, entry: Entry, finished: Callable[[Any], None] = lambda stage: None) -> None:
         """One micro-batch: forward and backward; gradients are added to those that are there."""
-        inputs, count = batch.inputs(self.model, self.config), float(batch.rows * batch.supervised)
         if self.stages:
-            entry = Entry(inputs, count, first_row=first_row)
             SequentialRuntime(self.stages, Tensor.backward, finished).submit(entry, self._own_loss)
         else:
-            self._own_loss(self.model, inputs, False, 1.0)[0].backward()
+            self._own_loss(self.model, entry.inputs, False, 1.0)[0].backward()
             finished(None)
 
     def _own_loss(
@@ -172,22 +171,24 @@ class Trial:
         if self.mode is not None:
             self.mode.chosen = batch.supervised / batch.seq if self.config.task_type == "CAUSAL_LM" else 1.0
         found: list[list[StepCount]] = []
-        with self._place():
-            places = self.places(batch)
-            for first_row in places:
-                found.append([])
-                with StepCounter(self.tensors(), vocab) as counter:
-                    self.run(batch, first_row, lambda stage: found[-1].append(counter.take()))
-        heaviest = [max(counts, key=lambda count: count.peak) for counts in zip(*found, strict=True)]
-        for count, counts in zip(heaviest, zip(*found, strict=True), strict=True):
-            count.flops = round(sum(c.flops * share for c, share in zip(counts, places.values(), strict=True)))
-            count.read.update(*(c.read for c in counts))
+        places = self.places(batch)
+        for entry, _ in places:
+            found.append([])
+            with self._place(), StepCounter(self.tensors(), vocab) as counter:
+                self.run(entry, lambda stage: found[-1].append(counter.take()))
+        heaviest = []
+        for counts in zip(*found, strict=True):
+            count = max(counts, key=lambda c: c.peak)
+            count.flops = round(sum(c.flops * share for c, (_, share) in zip(counts, places, strict=True)))
+            count.read = set().union(*(c.read for c in counts))
+            heaviest.append(count)
         return heaviest
 
     def block_costs(self, batch: Batch) -> tuple[list[BlockCost], int]:
         """What each block takes in a forward pass that keeps its activations, and the FLOPs of all of it."""
         blocks = find_blocks(self.model)
         marks: list[list[tuple[int, int]]] = [[] for _ in blocks]
+        inputs = self.places(batch)[0][0].inputs
         with self._place(), StepCounter(self.tensors()) as counter:
 
             def note(i: int) -> Any:
@@ -197,7 +198,7 @@ class Trial:
             hooks += [b.register_forward_hook(note(i)) for i, b in enumerate(blocks)]
             try:
                 with quiet_model(self.model):
-                    self._own_loss(self.model, batch.inputs(self.model, self.config), False, 1.0)
+                    self._own_loss(self.model, inputs, False, 1.0)
             finally:
                 for hook in hooks:
                     hook.remove()

@@ -15,6 +15,7 @@ from .trial import Batch, Trial
 
 OPTIMIZERS = {"adamw": 8, "sgd": 0}
 """Bytes of state for each weight that learns: AdamW keeps two float32 moments, SGD without momentum nothing."""
+_COUNTED_TIMES = 8
 
 
 def uses_of(
@@ -87,9 +88,10 @@ def _one_chunk(trial: Trial, stage: Any, count: StepCount, device: Device, in_fl
 
 
 def largest_batch(uses_at: Callable[[int], list[DeviceUse]], rows: int, uses: list[DeviceUse]) -> int | None:
-    """The largest number of rows for which every device's memory is enough; a step of that many was counted.
+    """The largest number of rows for which every device's memory is enough.
 
-    A peak is close to a line in the number of rows, so that lines through counts lead to it.
+    A peak is close to a line in the number of rows, so that lines through counts lead to it. A step of the rows that
+    are returned was counted, unless they are more than 8 times those that were asked for: then the line is believed.
 
     Args:
         uses_at: counts a step of so many rows.
@@ -102,12 +104,14 @@ def largest_batch(uses_at: Callable[[int], list[DeviceUse]], rows: int, uses: li
         return None
     known = {rows: uses}
     guess = min(int(rows * (_free(use) + use.step) / use.step) for use in uses)
+    most = _COUNTED_TIMES * rows
     for _ in range(6):
         fitting = max((n for n, found in known.items() if _fit(found)), default=0)
         too_many = min((n for n, found in known.items() if not _fit(found)), default=math.inf)
         guess = int(min(max(guess, fitting), too_many - 1))
-        if guess <= fitting:
-            return fitting
+        if guess <= fitting or fitting == most:
+            return max(guess, fitting)
+        guess = min(guess, most)
         known[guess] = uses_at(guess)
         guess = _by_lines(known)
     return max((n for n, found in known.items() if _fit(found)), default=0)
@@ -122,17 +126,16 @@ def _fit(uses: list[DeviceUse]) -> bool:
 
 
 def _by_lines(known: dict[int, list[DeviceUse]]) -> int:
-    """Where the lines through the two counts that are nearest to the limit cross it."""
-    (low, below), (high, above) = sorted(known.items(), key=lambda item: (abs(_room(item[1])), item[0]))[:2]
+    """Where the lines through two counts cross the limit: one on each side of it, or the two that are nearest."""
+    counted = sorted(known)
+    fitting = sum(_fit(known[rows]) for rows in counted)
+    first = min(max(fitting - 1, 0), len(counted) - 2) if fitting < len(counted) else len(counted) - 2
+    low, high = counted[first : first + 2]
     limits = []
-    for one, other in zip(below, above, strict=True):
+    for one, other in zip(known[low], known[high], strict=True):
         slope = (other.total - one.total) / (high - low)
         limits.append(low + _free(one) / slope if slope > 0 else math.inf)
-    return max(int(min(limits)), 0) if min(limits) < math.inf else max(low, high)
-
-
-def _room(uses: list[DeviceUse]) -> int:
-    return min(_free(use) for use in uses)
+    return max(int(min(limits)), 0) if min(limits) < math.inf else high
 
 
 def with_rows(batch: Batch, rows: int) -> Batch:
