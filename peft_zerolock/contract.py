@@ -13,7 +13,7 @@ from transformers.training_args import ParallelMode
 from .blocks import base_model_of, find_blocks
 from .config import ZeroLockConfig
 from .readout import give_dtype, take_any_dtype
-from .stage import dissect
+from .stage import Stage, dissect
 
 HEADS = ("classifier", "score")  # what they return is the logits, which stay in float32
 _REFUSED_OPTIMIZERS = ("lomo", "adalomo")
@@ -254,3 +254,24 @@ def prepare_trainable(model: nn.Module) -> None:
             take_any_dtype(module)
             if frozen in (torch.float16, torch.bfloat16) and wrapper is not head and name.split(".")[-1] not in HEADS:
                 give_dtype(module, frozen)
+
+
+def check_given_optimizer(optimizer: Any, stages: list[Stage], config: ZeroLockConfig) -> None:
+    """An optimizer that was given to the trainer must know what is to learn, and at which rate.
+
+    Raises:
+        ValueError: it lacks the readouts' parameters, or the rates are to differ from chunk to chunk.
+    """
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if any(id(p) not in known for stage in stages for p in stage.readout.values()):
+        raise ValueError(
+            f"The optimizer given to the trainer does not have the parameters of the readouts "
+            f"(readout={config.resolved_readout!r}), so they would never learn. Give "
+            "optimizer_cls_and_kwargs=(class, arguments) instead, or choose readout='lm_head'."
+        )
+    if config.chunk_learning_rates is not None and any("chunk" not in group for group in optimizer.param_groups):
+        raise ValueError(
+            f"chunk_learning_rates={config.chunk_learning_rates!r} with an optimizer given to the trainer: its "
+            "parameter groups have rates of their own. Set them there, or give optimizer_cls_and_kwargs=(class, "
+            "arguments) instead."
+        )

@@ -7,8 +7,11 @@ from torch import Tensor
 from transformers import Trainer
 
 from . import checkpoint
+from .calibration import calibrate, same_random_state, sample_batches
 from .config import ZeroLockConfig
+from .diagnosis import DepthWatch
 from .judge import Judge
+from .parallel import same_start
 from .stage import Entry, Stage
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ class GuidanceMixin(_Trainer):
     args: Any
     _judge: Judge | None = None
     _runtime: Any
+    _watch: DepthWatch | None = None
     _verdicts: dict[str, float] = {}
 
     if TYPE_CHECKING:
@@ -52,8 +56,12 @@ class GuidanceMixin(_Trainer):
         """Trainer's: the micro-batches of the next update window. They are what the judge judges on."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         every, step = self.zerolock_config.judge_every, self.state.global_step
-        if every and step == 0:
-            self._start_judging()
+        if not batches:  # the end of a stream, which Trainer finds by asking for one window more
+            return batches, num_items
+        if self.zerolock_config.objective == "task" and (step == 0 or self._watch is None):
+            self._watch = DepthWatch(self.stages, self.zerolock_config, step)
+        if step == 0:
+            self._start()
         elif self._judge is not None and step % every == 0:
             self.current_gradient_accumulation_steps = len(batches)
             loss_of = partial(self._own_loss, num_items, len(batches))
@@ -74,7 +82,28 @@ class GuidanceMixin(_Trainer):
         """Trainer's log, with each lower chunk's last verdict since the last log."""
         if "loss" in logs:
             logs, self._verdicts = logs | self._verdicts, {}
+            if self._watch is not None:
+                size = self.args.gradient_accumulation_steps * self.accelerator.num_processes
+                self._watch.look(logs, self.state.global_step, self.state.max_steps, size)
         super().log(logs, *args, **kwargs)
+
+    def _start(self) -> None:
+        """Before the first update window of a training."""
+        if self.zerolock_config.readout_calibration_steps:
+            self._calibrate()
+        if self.zerolock_config.judge_every:
+            self._start_judging()
+
+    def _calibrate(self) -> None:
+        steps, rate = self.zerolock_config.readout_calibration_steps, self.zerolock_config.readout_learning_rate
+        collate = self._get_collator_with_removed_columns(self.data_collator)
+        with same_random_state():
+            batches = sample_batches(self.train_dataset, collate, self._train_batch_size, steps, self.args.seed)
+            prepared = map(self._prepare_inputs, batches)
+            fp16 = self.accelerator.scaler is not None
+            calibrate(self.stages, prepared, rate or self.args.learning_rate, fp16)
+        if self.accelerator.num_processes > 1:
+            same_start(parameter for stage in self.stages for parameter in stage.readout.values())
 
     def _start_judging(self) -> None:
         rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.accelerator.num_processes

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+RECONSTRUCTION_WEIGHT = 10.0
+
 
 @dataclass
 class Terms:
@@ -61,6 +63,7 @@ class TokenObjective:
         alpha: weight of the task term; with 1, `previous` is not read.
         direction: see `divergence`.
         label_smoothing: as in TrainingArguments: (1 - s) * NLL + s * mean of -log p over the vocabulary.
+        reference: what turns `previous` into logits; default: `logits_of`.
     """
 
     logits_of: Callable[[Tensor], Tensor]
@@ -69,6 +72,7 @@ class TokenObjective:
     alpha: float = 1.0
     direction: str = "forward"
     label_smoothing: float = 0.0
+    reference: Callable[[Tensor], Tensor] | None = None
 
     def __call__(
         self,
@@ -93,7 +97,7 @@ class TokenObjective:
             if previous is None or self.alpha == 1:
                 return task, task.detach(), torch.zeros_like(task)
             with torch.no_grad():
-                log_q = self.logits_of(previous[start:stop]).float().log_softmax(-1)
+                log_q = (self.reference or self.logits_of)(previous[start:stop]).float().log_softmax(-1)
             consistency = divergence(logits.log_softmax(-1), log_q, self.direction).sum() / count
             return self.alpha * task + (1 - self.alpha) * consistency, task.detach(), consistency.detach()
 
@@ -140,6 +144,29 @@ class _Sliced(torch.autograd.Function):
         scaled = [None if g is None else g * factor.to(g.dtype) for g in ctx.gradients]
         ctx.gradients = None
         return scaled[0], None, None, None, *scaled[1:]
+
+
+def reconstruction(
+    decoded: Tensor, entered: Tensor, inputs: dict[str, Any], count: Tensor | float, by_token: bool
+) -> Terms:
+    """LoPT's objective (arXiv 2605.04913): how well a decoder of h_k tells h_{k-1}, as a mean squared error, times 10.
+
+    Args:
+        decoded: of h_k, `(batch, seq, hidden)`.
+        entered: h_{k-1}, detached.
+        inputs: the model's.
+        count: supervised positions of the whole update window.
+        by_token: of a causal LM, the errors at the supervised positions are added up. Otherwise a row's mean over its
+            attended positions stands for each of its labels.
+    """
+    errors = (decoded.float() - entered.float()).square().mean(-1)
+    if by_token:
+        loss = errors[supervised_tokens(inputs)[0]].sum()
+    else:
+        attended = inputs.get("attention_mask", torch.ones_like(errors)).to(errors.dtype)
+        rows, labels = (errors * attended).sum(-1) / attended.sum(-1), inputs.get("labels")
+        loss = rows.mean() if labels is None else rows @ (labels != -100).reshape(len(rows), -1).sum(-1).to(rows.dtype)
+    return mix(RECONSTRUCTION_WEIGHT * loss / count, None, 1.0)
 
 
 def output_consistency(

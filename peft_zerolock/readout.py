@@ -34,6 +34,23 @@ class ResidualAdapter(nn.Module):
         return hidden + update.to(hidden.dtype)
 
 
+class Decoder(nn.Module):
+    """Turns h_k back into h_{k-1}, `(..., hidden)`, for the reconstruction objective (LoPT, arXiv 2605.04913)."""
+
+    def __init__(self, hidden_size: int, width: int | None, device: torch.device):
+        super().__init__()
+        width = width or max(hidden_size // 4, 1)
+        self.norm = nn.LayerNorm(hidden_size, device=device)
+        self.down = nn.Linear(hidden_size, width, device=device)
+        self.up = nn.Linear(width, hidden_size, device=device)
+        for layer in (self.down, self.up):
+            nn.init.xavier_uniform_(layer.weight, gain=0.1)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.up(F.gelu(self.down(self.norm(hidden.float())))).to(hidden.dtype)
+
+
 class BottleneckHead(nn.Module):
     """A trainable projection of rank `rank` from hidden states `(..., hidden)` to logits `(..., vocab)`.
 

@@ -14,9 +14,9 @@ from .admission import Anatomy, admit, dry_batch, evaluation_mode, output_of, qu
 from .blocks import BlockMap, UnsupportedModelError, View, base_model_of, find_blocks, no_router_logits
 from .config import CLASSIFICATION_TASKS, ZeroLockConfig
 from .noise import StageNoise, own_dropout
-from .objective import Terms, TokenObjective, mix, output_consistency, supervised_tokens
+from .objective import Terms, TokenObjective, mix, output_consistency, reconstruction, supervised_tokens
 from .partition import chunks_of_sizes, split_evenly
-from .readout import DEFAULT_DIM, ResidualAdapter, Tail, make_tail, readout_blocks, take_any_dtype
+from .readout import DEFAULT_DIM, Decoder, ResidualAdapter, Tail, make_tail, readout_blocks, take_any_dtype
 
 LossFunction = Callable[[nn.Module, dict[str, Any], bool, float], tuple[Tensor, Any]]
 
@@ -191,6 +191,8 @@ class Stage:
         learns = bool(self.readout) if rests else self.learns
         try:
             with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+                if self.reconstructs:
+                    return self._reconstruction_terms(entry)
                 return self._output_terms(entry, loss_of) if self.tail is None else self._token_terms(entry)
         finally:
             ports.clear()
@@ -229,11 +231,38 @@ class Stage:
             ports.skip_chunk = False
             ports.entered, ports.left, ports.read = main
 
+    def read(self, entry: Entry) -> Tensor:
+        """What is handed to the model's tail `(batch, seq, hidden)`.
+
+        Args:
+            entry: with h_k for the readout of a chunk below the last (see `pass_on`), with h_{K-1} for the last stage.
+        """
+        ports = self.view.ports
+        ports.received, ports.skip_chunk = entry.hidden, not self.is_last
+        try:
+            self._forward(entry, **no_router_logits(self.view.module))
+            assert ports.read is not None
+            return ports.read
+        finally:
+            ports.skip_chunk = False
+            ports.clear()
+
+    @property
+    def reconstructs(self) -> bool:
+        """Whether the chunk learns to keep what it was given, in place of the task."""
+        return self.config.objective == "reconstruction" and not self.is_last
+
     @property
     def has_consistency(self) -> bool:
         """Whether the chunk's objective has a consistency term."""
-        used = self.learns or self.is_last
+        used = (self.learns and not self.reconstructs) or self.is_last
         return used and self.config.alpha < 1 and (self.index > 0 or self.config.consistency_first)
+
+    def _reconstruction_terms(self, entry: Entry) -> Terms:
+        self._forward(entry, **no_router_logits(self.view.module))
+        ports = self.view.ports
+        assert ports.read is not None and ports.entered is not None
+        return reconstruction(ports.read, ports.entered.detach(), entry.inputs, entry.count, self.tail is not None)
 
     def _token_terms(self, entry: Entry) -> Terms:
         assert self.tail is not None
@@ -395,11 +424,16 @@ def _build(
         if sliced:
             tail = make_tail(blocks, config, True, anatomy.tail_parameters, vocab) if is_last else Tail(None)
         return Stage(k, chunk, is_last, config, view, tail, adapters)
-    adapter = None
+    adapter: nn.Module | None = None
+    device = base_model_of(blocks.model).get_input_embeddings().weight.device
+    hidden_size = base_model_of(blocks.model).config.get_text_config().hidden_size
+    if config.objective == "reconstruction":
+        decoder = Decoder(hidden_size, config.readout_dim, device)
+        return Stage(
+            k, chunk, is_last, config, blocks.view(chunk, None, decoder), Tail(None) if sliced else None, adapters
+        )
     if config.resolved_readout == "adapter":
-        weight = base_model_of(blocks.model).get_input_embeddings().weight
-        hidden_size = base_model_of(blocks.model).config.get_text_config().hidden_size
-        adapter = ResidualAdapter(hidden_size, config.readout_dim or DEFAULT_DIM, weight.device)
+        adapter = ResidualAdapter(hidden_size, config.readout_dim or DEFAULT_DIM, device)
     copies = readout_blocks(blocks, config, chunk) if config.resolved_readout == "blocks" else None
     reach = len(copies or {})
     share = config.row_share(len(chunk), reach)

@@ -166,13 +166,7 @@ class ZeroLockMixin(GuidanceMixin, DrivingMixin, SavingMixin):
         if self.accelerator.num_processes > 1:
             same_start(p for s in self.stages for p in (*s.adapters.values(), *s.readout.values(), *s.copies.values()))
         if self.optimizer is not None:
-            known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-            if any(id(p) not in known for stage in self.stages for p in stage.readout.values()):
-                raise ValueError(
-                    f"The optimizer given to the trainer does not have the parameters of the readouts "
-                    f"(readout={self.zerolock_config.resolved_readout!r}), so they would never learn. Give "
-                    "optimizer_cls_and_kwargs=(class, arguments) instead, or choose readout='lm_head'."
-                )
+            contract.check_given_optimizer(self.optimizer, self.stages, self.zerolock_config)
             return self.optimizer
         learning = nn.ModuleDict({"model": self.model if model is None else model})
         for stage in self.stages:
@@ -343,7 +337,7 @@ class ZeroLockMixin(GuidanceMixin, DrivingMixin, SavingMixin):
         if not per_chunk:
             return metrics
         for k, stage in enumerate(self.stages[:-1], start=1):
-            if not stage.learns:
+            if not stage.learns or stage.reconstructs:
                 continue
             self._exit = EarlyExit(self.model, self.stages[:k])
             try:

@@ -206,6 +206,20 @@ def test_a_paused_chunk_s_adapters_wait_and_its_readout_learns(tmp_path):
     assert shares[2:] == [0.0, 0.0, 0.0]
 
 
+def test_the_empty_window_at_the_end_of_a_stream_is_not_judged(tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(token_rows(8).rows)
+
+    trainer = make_trainer(tmp_path, chunks={"num_chunks": 2, "judge_every": 2}, data=Stream(), max_steps=8)
+    judged, judge = [], Judge.judge
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Judge, "judge", lambda *args: judged.append(trainer.state.global_step) or judge(*args))
+        trainer.train()
+    assert trainer.state.global_step == 8
+    assert judged == [2, 4, 6]
+
+
 def test_one_row_in_a_window_is_refused(tmp_path):
     trainer = make_trainer(tmp_path, chunks={"num_chunks": 2, "judge_every": 1}, per_device_train_batch_size=1)
     with pytest.raises(ValueError, match=r"judge_every=1 with one row.*gradient_accumulation_steps"):

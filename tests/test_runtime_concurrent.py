@@ -122,6 +122,14 @@ RUNS: dict[str, dict[str, Any]] = {
         "gradient_accumulation_steps": 3,
     },
     "judged": {"config": {"num_chunks": 3, "judge_every": 2}, "learning_rate": 0.3, "max_steps": 6},
+    "paced": {
+        "config": {
+            **{"num_chunks": 3, "chunk_starts": [0.5, 0.3, 0], "chunk_learning_rates": [0.1, 1, 2]},
+            "readout_calibration_steps": 2,
+        },
+        "max_steps": 6,
+    },
+    "reconstruction": {"config": {"num_chunks": 3, "objective": "reconstruction"}},
     "one chunk trained": {"config": {"num_chunks": 3, "train_chunks": [2]}},
     "one chunk": {"config": {"num_chunks": 1, "lora_dropout": 0.0}},
     "readout warm-up": {"config": {"readout": "adapter", "readout_warmup_ratio": 0.5, "readout_learning_rate": 0.1}},
