@@ -39,6 +39,15 @@ def test_only_the_config_is_read_to_plan(folder, tmp_path, capsys):
         assert word in printed
 
 
+def test_devices_of_their_own_and_measuring(folder, capsys):
+    assert main(["plan", str(folder), *SMALL, "--readout", "lm_head", "--devices", "a:1MiB:1", "b:1MiB:4"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "fitted to the devices" in printed and "│ a │" in printed and "│ b │" in printed
+    assert main(["plan", str(folder), *SMALL, "--num-chunks", "2", "--dtype", "float32", "--measure"]) == 0
+    printed = capsys.readouterr().out
+    assert "predicted" in printed and "measured" in printed and "allocator" in printed
+
+
 def test_inspect_says_what_it_found(folder, capsys):
     arguments = ["inspect", str(folder), "--target-modules", "q_proj", "--num-chunks", "3"]
     assert main([*arguments, "--json"]) == 0

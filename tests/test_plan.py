@@ -71,7 +71,7 @@ def figures(trial: Trial, batch: Batch = BATCH):
 )
 def test_predictions_equal_counts_of_real_steps(name, task, settings):
     real, blank = trials(name, task, **settings)
-    real.run(real.places(BATCH)[0][0])
+    real.run(real.places(BATCH)[0])
     (measured, counted), (predicted, expected) = figures(real), figures(blank)
     assert expected == counted
     assert predicted == measured

@@ -51,7 +51,7 @@ def measure_row(base: nn.Module, way: Any, row: Row, batch: Batch, optimizer: st
     prepare_trainable(model)
     trial = Trial(model.train(), way.config, way.method == "zerolock", way.checkpointing)
     stepper = _CLASSES[optimizer](trial.learned(), lr=1e-6)
-    places = [entry for entry, _ in trial.places(batch)]
+    places = trial.places(batch)
     trial.run(places[0])
     stepper.step()
     (use,) = row.devices

@@ -130,19 +130,24 @@ class Trial:
         own = [p for stage in self.stages for p in (*stage.readout.values(), *stage.copies.values())]
         return [*self.model.parameters(), *self.model.buffers(), *own]
 
-    def places(self, batch: Batch) -> list[tuple[Entry, float]]:
-        """The micro-batch at each place where it can stand in an update window, with the share of such places.
-
-        Of those from which each chunk learns from as many rows (`readout_rows`), one stands for all.
-        """
+    def places(self, batch: Batch) -> list[Entry]:
+        """The micro-batch at few places in an update window, at which each chunk learns from every number of rows
+        that it ever learns from (`readout_rows`)."""
         with self._place():
-            entry = Entry(batch.inputs(self.model, self.config), float(batch.rows * batch.supervised))
-        shares = [stage.row_share for stage in self.stages if stage.learns and not stage.is_last]
-        alike: dict[tuple[int, ...], list[Entry]] = {}
-        for start in range(_STARTS):
-            place = replace(entry, first_row=start)
-            alike.setdefault(tuple(len(learning_rows(place, share)) for share in shares), []).append(place)
-        return [(places[0], len(places) / _STARTS) for places in alike.values()]
+            start = Entry(batch.inputs(self.model, self.config), float(batch.rows * batch.supervised))
+        entries = [replace(start, first_row=row) for row in range(_STARTS)]
+        missing = {(k, rows) for entry in entries for k, rows in enumerate(self._rows(entry))}
+        chosen: list[Entry] = []
+        while missing or not chosen:
+            best = max(entries, key=lambda entry: len(missing & set(enumerate(self._rows(entry)))))
+            missing -= set(enumerate(self._rows(best)))
+            chosen.append(best)
+        return chosen
+
+    def _rows(self, entry: Entry) -> list[int]:
+        """How many rows each stage learns from."""
+        shares = [stage.row_share if stage.learns and not stage.is_last else 1.0 for stage in self.stages] or [1.0]
+        return [len(learning_rows(entry, share)) for share in shares]
 
     def run(self, entry: Entry, finished: Callable[[Any], None] = lambda stage: None) -> None:
         """One micro-batch: forward and backward; gradients are added to those that are there."""
@@ -170,25 +175,28 @@ class Trial:
             vocab = base_model_of(self.model).config.get_text_config().vocab_size
         if self.mode is not None:
             self.mode.chosen = batch.supervised / batch.seq if self.config.task_type == "CAUSAL_LM" else 1.0
-        found: list[list[StepCount]] = []
         places = self.places(batch)
-        for entry, _ in places:
-            found.append([])
+        found: list[dict[int, StepCount]] = [{} for _ in self._rows(places[0])]
+        for entry in places:
+            counts: list[StepCount] = []
             with self._place(), StepCounter(self.tensors(), vocab) as counter:
-                self.run(entry, lambda stage: found[-1].append(counter.take()))
+                self.run(entry, _taking(counter, counts))
+            for by_rows, rows, count in zip(found, self._rows(entry), counts, strict=True):
+                by_rows[rows] = count
+        often = zip(*(self._rows(replace(places[0], first_row=row)) for row in range(_STARTS)), strict=True)
         heaviest = []
-        for counts in zip(*found, strict=True):
-            count = max(counts, key=lambda c: c.peak)
-            count.flops = round(sum(c.flops * share for c, (_, share) in zip(counts, places, strict=True)))
-            count.read = set().union(*(c.read for c in counts))
-            heaviest.append(count)
+        for by_rows, all_rows in zip(found, often, strict=True):
+            count = max(by_rows.values(), key=lambda c: c.peak)
+            flops = sum(by_rows[rows].flops for rows in all_rows) // _STARTS
+            read = set().union(*(c.read for c in by_rows.values()))
+            heaviest.append(replace(count, flops=flops, read=read))
         return heaviest
 
     def block_costs(self, batch: Batch) -> tuple[list[BlockCost], int]:
         """What each block takes in a forward pass that keeps its activations, and the FLOPs of all of it."""
         blocks = find_blocks(self.model)
         marks: list[list[tuple[int, int]]] = [[] for _ in blocks]
-        inputs = self.places(batch)[0][0].inputs
+        inputs = self.places(batch)[0].inputs
         with self._place(), StepCounter(self.tensors()) as counter:
 
             def note(i: int) -> Any:
@@ -209,6 +217,10 @@ class Trial:
             weights = unique_bytes(p for p in parameters if not p.requires_grad)
             costs.append(BlockCost(weights, trained, after[0] - before[0], after[1] - before[1]))
         return costs, counter.count.flops
+
+
+def _taking(counter: StepCounter, counts: list[StepCount]) -> Callable[[Any], None]:
+    return lambda stage: counts.append(counter.take())
 
 
 def _shifts_labels(model: PeftModel) -> bool:
