@@ -41,8 +41,9 @@ def test_only_the_config_is_read_to_plan(folder, tmp_path, capsys):
 
 def test_devices_of_their_own_and_measuring(folder, capsys):
     assert main(["plan", str(folder), *SMALL, "--readout", "lm_head", "--devices", "a:1MiB:1", "b:1MiB:4"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "fitted to the devices" in printed and "│ a │" in printed and "│ b │" in printed
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert [line.split("│")[2].strip() for line in lines if "ZeroLock" in line] == ["even", "devices"]
+    assert sum("│ b " in line for line in lines) == 2
     assert main(["plan", str(folder), *SMALL, "--num-chunks", "2", "--dtype", "float32", "--measure"]) == 0
     printed = capsys.readouterr().out
     assert "predicted" in printed and "measured" in printed and "allocator" in printed
@@ -76,10 +77,12 @@ def test_what_cannot_be_used_is_said_in_a_line(arguments, message, folder, capsy
     assert message in printed.err and "Traceback" not in printed.err and not printed.out
 
 
-def test_layers_shared_by_blocks_are_not_admitted(tmp_path, capsys):
-    model = make_model("bert", "SEQ_CLS", num_hidden_layers=2)
-    model.config.architectures = ["BertForSequenceClassification"]
-    model.save_pretrained(tmp_path)
-    arguments = ["inspect", str(tmp_path), "--task", "SEQ_CLS", "--target-modules", "dense", "--num-chunks", "2"]
-    assert main([*arguments, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["blocks"] == 2
+def test_inspect_of_a_classifier_and_of_a_model_that_cannot_be_cut(tmp_path, capsys):
+    make_model("bert", "SEQ_CLS").save_pretrained(tmp_path / "bert")
+    arguments = ["--task", "SEQ_CLS", "--target-modules", "query", "--json"]
+    assert main(["inspect", str(tmp_path / "bert"), *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["class"] == "BertForSequenceClassification" and any("classifier" in name for name in found["tail"])
+    make_model("opt", layerdrop=0.1).save_pretrained(tmp_path / "opt")
+    assert main(["inspect", str(tmp_path / "opt"), "--target-modules", "q_proj"]) == 2
+    assert "layerdrop=0.1 drops blocks at random" in capsys.readouterr().err

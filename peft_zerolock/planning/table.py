@@ -32,7 +32,8 @@ def _memory(plan: Plan) -> Table:
     table = Table()
     spread = any(len(row.devices) > 1 for row in plan.rows)
     known = any(use.capacity is not None for row in plan.rows for use in row.devices)
-    table.add_column("training", min_width=20)
+    table.add_column("training", no_wrap=True)
+    table.add_column("split")
     table.add_column("blocks")
     if spread:
         table.add_column("device")
@@ -45,7 +46,7 @@ def _memory(plan: Plan) -> Table:
     for row in plan.rows:
         for number, use in enumerate(row.devices):
             first = number == 0
-            cells = [_title(row) if first else "", _blocks(row, use)]
+            cells = [row.name if first else "", row.split if first else "", _blocks(row, use)]
             cells += [use.device] if spread else []
             cells += [_mib(getattr(use, part)) for part in (*PARTS, "total")]
             if known:
@@ -53,11 +54,6 @@ def _memory(plan: Plan) -> Table:
             cells.append(_flops(row) if first else "")
             table.add_row(*cells, end_section=use is row.devices[-1] and spread)
     return table
-
-
-def _title(row: Row) -> str:
-    kinds = {"cost": ", split by cost", "devices": ", split fitted to the devices", "given": ", split as given"}
-    return row.name + kinds.get(row.split, "")
 
 
 def _blocks(row: Row, use: DeviceUse) -> str:
@@ -74,7 +70,7 @@ def _measurement(plan: Plan) -> Table:
     for row in plan.rows:
         (use,) = row.devices
         predicted, errors = use.predicted(), use.errors()
-        table.add_row(_title(row), "predicted", *(_mib(predicted[part]) for part in parts))
+        table.add_row(row.name, "predicted", *(_mib(predicted[part]) for part in parts))
         table.add_row("", "measured", *(_mib(use.measured[part]) for part in parts))
         table.add_row("", "error, %", *(f"{errors[part]:+.1f}" for part in parts), end_section=True)
     return table
