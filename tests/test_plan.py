@@ -235,6 +235,16 @@ def test_bad_arguments_are_refused(options, message):
         plan(make_model("llama").config, config_of(), **{"batch": 2, "seq": 16} | options)
 
 
+def test_experts_are_counted_where_their_kernel_has_a_shape_only_form():
+    config, settings = make_model("mixtral").config, config_of("mixtral")
+    row = plan(config, settings, num_chunks=[1], batch=2, seq=16).rows[0]
+    tokens, chosen = 32, 2
+    experts = 2 * tokens * chosen * 3 * config.hidden_size * config.intermediate_size
+    assert row.flops > 2 * 3 * experts  # 3 blocks, forward and the gradient of the hidden states
+    with pytest.raises(ValueError, match="Try another dtype"):
+        plan(config, settings, num_chunks=[1], batch=2, seq=16, dtype="float32")
+
+
 def test_bad_models_are_refused(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         plan("./missing", config_of())

@@ -22,7 +22,12 @@ def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *args
     return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
 
 
-_CPU_ATTENTION = {
+def _grouped_flops(rows: Any, matrices: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * rows.numel() * matrices.shape[-1]  # experts: each row meets one matrix
+
+
+_MORE_FORMULAS = {
+    aten._grouped_mm: _grouped_flops,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }
@@ -86,9 +91,9 @@ class StepCounter(TorchDispatchMode):
         known = self.weights & given
         (self.count.looked_up if func is aten.embedding.default else self.count.read).update(known)
         packet: Any = getattr(func, "_overloadpacket", None)
-        formula: Any = flop_registry.get(packet) or _CPU_ATTENTION.get(packet)
+        formula: Any = flop_registry.get(packet) or _MORE_FORMULAS.get(packet)
         if formula is not None:
-            shaped = {} if packet in _CPU_ATTENTION else {"out_val": result}
+            shaped = {} if packet in _MORE_FORMULAS else {"out_val": result}
             self.count.flops += int(formula(*args, **kwargs, **shaped))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from transformers import AutoConfig, PretrainedConfig
 
 from ..blocks import find_blocks
@@ -253,7 +252,8 @@ class _Planner:
 def _values_unknown(name: str) -> Iterator[None]:
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except RuntimeError as error:
         raise ValueError(
-            f"{name!r} cannot be planned from its config: its code asks for values ({error}), which only weights have."
+            f"{name!r} cannot be planned from its config with these settings: its step needs values or operations "
+            f"that tensors without data do not have ({error}). Try another dtype, or measure a real run."
         ) from error
