@@ -24,7 +24,7 @@ from .planning.measure import load_weights
 from .planning.plan import DTYPES, SPLITS
 from .planning.table import print_plan
 from .planning.uses import OPTIMIZERS
-from .stage import dissect
+from .staging import dissect
 
 _LORA = ("r", "target_modules", "modules_to_save", "lora_dropout")
 

@@ -13,7 +13,8 @@ from transformers.training_args import ParallelMode
 from .blocks import base_model_of, find_blocks
 from .config import ZeroLockConfig
 from .readout import give_dtype, take_any_dtype
-from .stage import Stage, dissect
+from .stage import Stage
+from .staging import dissect
 
 HEADS = ("classifier", "score")  # what they return is the logits, which stay in float32
 _REFUSED_OPTIMIZERS = ("lomo", "adalomo")

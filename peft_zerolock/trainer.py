@@ -25,7 +25,8 @@ from .parallel import GradientAverage, same_start
 from .readout import readout_vocabulary
 from .runtime import WindowReport
 from .saving import SavingMixin
-from .stage import Entry, Stage, build_stages
+from .stage import Entry, Stage
+from .staging import build_stages
 
 logger = logging.get_logger(__name__)
 

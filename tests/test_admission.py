@@ -8,7 +8,7 @@ from zoo import GEMMA, SMALL, lora_arguments, make_model
 
 from peft_zerolock import UnsupportedModelError, ZeroLockConfig, ZeroLockTrainer
 from peft_zerolock.blocks import find_blocks
-from peft_zerolock.stage import build_stages, dissect
+from peft_zerolock.staging import build_stages, dissect
 
 
 def _t5():

@@ -11,7 +11,8 @@ from zoo import collate, lora_arguments, make_model, token_rows
 from peft_zerolock import ZeroLockConfig
 from peft_zerolock.noise import StageDropout, StageNoise, draws_elsewhere, own_dropout
 from peft_zerolock.runtime import SequentialRuntime
-from peft_zerolock.stage import Entry, build_stages
+from peft_zerolock.stage import Entry
+from peft_zerolock.staging import build_stages
 
 ONES = torch.ones(200, 50)
 

@@ -7,7 +7,8 @@ from training import make_trainer, window_gradients
 from zoo import class_rows, collate, lora_arguments, make_model, token_rows
 
 from peft_zerolock import ZeroLockConfig
-from peft_zerolock.stage import Entry, build_stages
+from peft_zerolock.stage import Entry
+from peft_zerolock.staging import build_stages
 
 
 @pytest.mark.parametrize(("name", "task"), [("llama", "CAUSAL_LM"), ("bert", "SEQ_CLS")])

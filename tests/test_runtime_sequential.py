@@ -9,7 +9,8 @@ from zoo import class_rows, collate, lora_arguments, make_model, token_rows
 
 from peft_zerolock import ZeroLockConfig
 from peft_zerolock.runtime import SequentialRuntime
-from peft_zerolock.stage import Entry, build_stages
+from peft_zerolock.stage import Entry
+from peft_zerolock.staging import build_stages
 
 CHECKPOINTING = {
     "none": None,

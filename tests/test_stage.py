@@ -8,7 +8,7 @@ from zoo import DECODERS, ENCODERS, collate, lora_arguments, make_model, token_r
 from peft_zerolock import ZeroLockConfig
 from peft_zerolock.admission import output_of
 from peft_zerolock.blocks import BlockMap, find_blocks
-from peft_zerolock.stage import build_stages, dissect
+from peft_zerolock.staging import build_stages, dissect
 
 CASES = [
     *[(name, "CAUSAL_LM") for name in DECODERS],

@@ -7,7 +7,8 @@ from test_stage import _cut_by_detach, _gradients
 from zoo import collate, lora_arguments, make_model, token_rows
 
 from peft_zerolock import ZeroLockConfig
-from peft_zerolock.stage import Entry, build_stages, dissect
+from peft_zerolock.stage import Entry
+from peft_zerolock.staging import build_stages, dissect
 
 
 def _tail(model, hidden):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from peft_zerolock import ZeroLockConfig
 from peft_zerolock.runtime import SequentialRuntime
-from peft_zerolock.stage import Entry, Stage, build_stages, learning_rows
+from peft_zerolock.stage import Entry, Stage, learning_rows
+from peft_zerolock.staging import build_stages
 
 TRAINERS = ("bp", "zerolock")
 

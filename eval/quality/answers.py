@@ -1,5 +1,6 @@
 """Tasks in which a causal LM answers a prompt; the loss is on the answer's tokens alone."""
 
+from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,9 @@ class Answers(Task):
         text = self.tokenizer("\n".join(self.texts(row)), truncation=True, max_length=self.spec["max_tokens"])
         return text["input_ids"] + self.prompt_end
 
+    @abstractmethod
     def answer_ids(self, row: dict) -> list[int]:
         """The tokens that are supervised."""
-        raise NotImplementedError
 
 
 class AnswerToken(Labelled, Answers):

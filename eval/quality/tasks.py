@@ -5,6 +5,7 @@ import importlib.util
 import json
 import random
 import sys
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def select_rows(data: dict, root: Path, tuning: bool) -> tuple[list[dict], dict[
     return train[:size], {name: rows[:limit] for name, rows in test.items()}
 
 
-class Task:
+class Task(ABC):
     """Data, batches and scoring of one experiment; the subclasses are the kinds.
 
     Args:
@@ -132,33 +133,33 @@ class Task:
 
     # ---- what a kind of task says ----
 
+    @abstractmethod
     def load_model(self) -> torch.nn.Module:
         """The base model."""
-        raise NotImplementedError
 
+    @abstractmethod
     def train_dataset(self) -> Dataset:
         """Columns input_ids and length (tokens), and what the collator needs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def collator(self, trainer: str) -> Any:
         """Makes batches for this trainer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def test_ids(self, row: dict) -> list[int]:
         """The tokens that the model reads when it is scored."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, model: torch.nn.Module, batch: dict, rows: list[dict]) -> torch.Tensor:
         """What is kept of the model's output, `(rows, ...)`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def row_losses(self, outputs: torch.Tensor, rows: list[dict]) -> torch.Tensor:
         """Each row's loss, `(rows,)`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def measure(self, outputs: torch.Tensor, rows: list[dict]) -> dict[str, float]:
         """The metrics over these rows."""
-        raise NotImplementedError
 
     def details(self, outputs: torch.Tensor, rows: list[dict]) -> dict:
         """One figure for every row, compactly: the losses to 4 decimals in one string."""

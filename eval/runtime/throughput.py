@@ -37,19 +37,7 @@ def sequential(work: Work, num_chunks: int) -> Callable[[int], float]:
     _, stages = load_stages(work, num_chunks)
     runtime = SequentialRuntime(stages, torch.Tensor.backward)
     optimizer = torch.optim.AdamW(learning(stages), lr=1e-4)
-
-    def run(windows: int) -> float:
-        torch.set_num_threads(THREADS)
-        start = time.perf_counter()
-        for window in range(windows):
-            for entry in work.entries(window):
-                runtime.submit(entry, None)
-            runtime.clip(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        return time.perf_counter() - start
-
-    return run
+    return lambda windows: _seconds(work, runtime, optimizer, windows)
 
 
 def concurrent(work: Work, num_chunks: int) -> Callable[[int], float]:
@@ -61,20 +49,25 @@ def concurrent(work: Work, num_chunks: int) -> Callable[[int], float]:
     )
     runtime.optimizer = optimizer
 
-    def run(windows: int) -> float:
-        torch.set_num_threads(THREADS)
-        start = time.perf_counter()
-        for window in range(windows):
-            for entry in work.entries(window):
-                runtime.submit(entry, None)
-            runtime.clip(1.0)
-            optimizer.step()
-        runtime.drain()
-        seconds = time.perf_counter() - start
-        runtime.close()
-        return seconds
+    return lambda windows: _seconds(work, runtime, optimizer, windows)
 
-    return run
+
+def _seconds(
+    work: Work, runtime: SequentialRuntime | ConcurrentRuntime, optimizer: torch.optim.Optimizer, windows: int
+) -> float:
+    torch.set_num_threads(THREADS)
+    start = time.perf_counter()
+    for window in range(windows):
+        runtime.begin_window()
+        for entry in work.entries(window):
+            runtime.submit(entry, None)
+        runtime.clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    runtime.drain()
+    seconds = time.perf_counter() - start
+    runtime.close()
+    return seconds
 
 
 def measure(work: Work, rounds: int, windows: int, port: int, save: Callable[[dict[str, Any]], None]) -> None:

@@ -15,7 +15,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 from models import resolve_model  # noqa: E402
 
 from peft_zerolock import ZeroLockConfig  # noqa: E402
-from peft_zerolock.stage import Entry, Stage, build_stages  # noqa: E402
+from peft_zerolock.stage import Entry, Stage  # noqa: E402
+from peft_zerolock.staging import build_stages  # noqa: E402
 
 
 @dataclass

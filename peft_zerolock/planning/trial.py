@@ -16,7 +16,8 @@ from ..blocks import base_model_of, find_blocks
 from ..config import CLASSIFICATION_TASKS, ZeroLockConfig
 from ..readout import DEFAULT_VOCAB
 from ..runtime import SequentialRuntime
-from ..stage import Entry, Stage, build_stages, learning_rows
+from ..stage import Entry, Stage, learning_rows
+from ..staging import build_stages
 from .blank import Blank
 from .count import StepCount, StepCounter, unique_bytes
 

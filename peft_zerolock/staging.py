@@ -1,0 +1,148 @@
+"""Cuts a PeftModel into stages: finds its blocks, tests that it can be cut, and gives each chunk view and readout."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from .admission import Anatomy, admit, dry_batch, quiet_model
+from .blocks import BlockMap, base_model_of, find_blocks
+from .config import CLASSIFICATION_TASKS, ZeroLockConfig
+from .noise import own_dropout
+from .partition import chunks_of_sizes, split_evenly
+from .readout import DEFAULT_DIM, Decoder, ResidualAdapter, Tail, make_tail, readout_blocks, take_any_dtype
+from .stage import Stage, balance_weight
+
+
+def dissect(model: nn.Module, config: ZeroLockConfig) -> tuple[BlockMap, list[range], Anatomy]:
+    """Finds a model's blocks, cuts them into chunks and runs the admission test; changes nothing.
+
+    Raises:
+        UnsupportedModelError: the model fails the admission test.
+        ValueError: the chunk settings do not fit the model.
+    """
+    find_blocks(model)
+    with quiet_model(model):
+        batch = dry_batch(model)
+        blocks = BlockMap.of(model, batch)
+        sizes = config.chunk_sizes
+        chunks = (
+            chunks_of_sizes(len(blocks), sizes) if sizes else split_evenly(len(blocks), config.resolved_num_chunks)
+        )
+        return blocks, chunks, admit(blocks, chunks, batch)
+
+
+def build_stages(
+    model: nn.Module,
+    config: ZeroLockConfig,
+    sliced: bool,
+    label_smoothing: float = 0.0,
+    vocab: Tensor | None = None,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+    prepare: Callable[[nn.Module], nn.Module] = lambda module: module,
+) -> list[Stage]:
+    """Cuts a PeftModel into stages.
+
+    Adapters of chunks that do not learn (`train_chunks`) are frozen; nothing else about the model changes.
+
+    Args:
+        sliced: use the token objective, a slice at a time, in place of the model's own loss.
+        vocab: token ids for the readout of kind `"vocab"`.
+        prepare: applied to each view's module tree (mixed precision, compilation).
+
+    Raises:
+        UnsupportedModelError: the model fails the admission test.
+        ValueError: the chunk settings do not fit the model.
+    """
+    blocks, chunks, anatomy = dissect(model, config)
+    if getattr(base_model_of(model).config, "output_router_logits", False):
+        balance_weight(model)
+    shared = {id(p) for p in model.parameters()}
+    stages = [_build(blocks, config, chunks, k, anatomy, sliced, vocab) for k in range(len(chunks))]
+    for stage in stages:
+        for prefix, tree in stage.trees().items():
+            for name, parameter in tree.named_parameters():
+                if id(parameter) in blocks.aliases:
+                    stage.aliases.append(blocks.aliases[id(parameter)])
+                elif id(parameter) not in shared and not stage.is_last:
+                    kind = stage.readout if parameter.requires_grad else stage.copies
+                    kind[f"{prefix}.{name}"] = parameter
+        if not stage.learns:
+            stage.readout, stage.copies = {}, {}
+        if len(stages) > 1:
+            own_dropout(stage.trees(), stage.noise)
+        stage.label_smoothing, stage.autocast = label_smoothing, autocast
+        stage.view.module = prepare(stage.view.module)
+        _set_modes(stage, {id(p) for p in anatomy.tail_parameters})
+    for parameter in model.parameters():
+        if anatomy.owner.get(id(parameter), 0) not in config.trained_chunks:
+            parameter.requires_grad_(False)
+    return stages
+
+
+def _set_modes(stage: Stage, tail_parameters: set[int]) -> None:
+    """Training mode, but for what draws random numbers without being read: embeddings whose output is replaced."""
+    stage.view.module.train()
+    if stage.index > 0:
+        base_model_of(stage.view.module).get_input_embeddings().eval()
+    for tree in stage.tail.modules().values() if stage.tail is not None else ():
+        tree.eval()
+        for module in tree.modules():
+            if any(p.requires_grad or id(p) in tail_parameters for p in module.parameters(recurse=False)):
+                module.train()
+            elif isinstance(module, LoraLayer) and any(p.requires_grad for p in module.parameters()):
+                module.train()  # its dropout too
+
+
+def _build(
+    blocks: BlockMap,
+    config: ZeroLockConfig,
+    chunks: list[range],
+    k: int,
+    anatomy: Anatomy,
+    sliced: bool,
+    vocab: Tensor | None,
+) -> Stage:
+    chunk, is_last = chunks[k], k == len(chunks) - 1
+    named = blocks.model.named_parameters()
+    adapters = {name: p for name, p in named if p.requires_grad and anatomy.owner[id(p)] == k}
+    if k not in config.trained_chunks:
+        adapters = {}
+    if is_last or not adapters:
+        view, tail = blocks.view(chunk), None
+        if sliced:
+            tail = make_tail(blocks, config, True, anatomy.tail_parameters, vocab) if is_last else Tail(None)
+        return Stage(k, chunk, is_last, config, view, tail, adapters)
+    adapter: nn.Module | None = None
+    device = base_model_of(blocks.model).get_input_embeddings().weight.device
+    hidden_size = base_model_of(blocks.model).config.get_text_config().hidden_size
+    if config.objective == "reconstruction":
+        view = blocks.view(chunk, adapter=Decoder(hidden_size, config.readout_dim, device))
+        return Stage(k, chunk, is_last, config, view, Tail(None) if sliced else None, adapters)
+    if config.resolved_readout == "adapter":
+        adapter = ResidualAdapter(hidden_size, config.readout_dim or DEFAULT_DIM, device)
+    copies = readout_blocks(blocks, config, chunk) if config.resolved_readout == "blocks" else None
+    reach = len(copies or {})
+    share = config.row_share(len(chunk), reach)
+    if sliced:
+        tail = make_tail(blocks, config, False, anatomy.tail_parameters, vocab)
+        view = blocks.view(chunk, copies, adapter)
+        return Stage(k, chunk, is_last, config, view, tail, adapters, row_share=share, reach=reach)
+    if config.readout_weights == "current":
+        view = blocks.view(chunk, copies, current=[p for p in anatomy.tail_parameters if p.requires_grad])
+        return Stage(k, chunk, is_last, config, view, None, adapters, row_share=share, reach=reach)
+    classifies = config.task_type in CLASSIFICATION_TASKS
+    fresh = [p for p in anatomy.tail_parameters if classifies or p.requires_grad]
+    view = blocks.view(chunk, copies, adapter, fresh)
+    known = {id(p) for p in blocks.model.parameters()}
+    known |= {id(p) for copied in (copies or {}).values() for p in copied.parameters()}
+    known |= {id(p) for p in adapter.parameters()} if adapter is not None else set()
+    for module in view.module.modules():
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in known:
+                parameter.requires_grad_(classifies)
+                if classifies:
+                    parameter.data = parameter.data.float()
+                    take_any_dtype(module)
+    return Stage(k, chunk, is_last, config, view, None, adapters, row_share=share, reach=reach)
