@@ -51,9 +51,9 @@ class ZeroLockConfig(LoraConfig):
             - `"auto"`: `"blocks"`.
 
             How the default was chosen (docs/quality.md; `python eval/report.py --results eval/results/quality_search`
-            and `quality_first`): on SmolLM2-135M and AG News, all later blocks on half of the rows brought 2 chunks level
-            with backpropagation, which the last 2 blocks and the bare tail had not; on MiniLM-L6 and SST-2 a LoRA of
-            the readout's own did better than the later chunks' current weights. All of it with few seeds.
+            and `quality_first`): on SmolLM2-135M and AG News, all later blocks on half of the rows brought 2 chunks
+            level with backpropagation, which the last 2 blocks and the bare tail had not; on MiniLM-L6 and SST-2 a
+            LoRA of the readout's own did better than the later chunks' current weights. All of it with few seeds.
         readout_dim (`int`, *optional*): Width of the adapter (default 64), rank of the bottleneck (default 64), or
             rank of the readout blocks' LoRA (default: `r`).
         readout_blocks (`int`, `float` or `"all"`): Gradient reach: how many later blocks a readout of kind `"blocks"`
