@@ -24,7 +24,8 @@ class Setup:
         make_base: builds the base model.
         lora: LoraConfig's arguments, task_type included.
         method: `trainer` ("bp": the model's own loss and one backward pass; "zerolock": the stages), and where wanted
-            `checkpointing` (of each block), `zerolock` (ZeroLockConfig's own arguments).
+            `checkpointing` (of each block), `micro_batches` (BP: into how many the batch is split, their gradients
+            added up), `zerolock` (ZeroLockConfig's own arguments).
         make: called with the function that builds model and adapters; `ShapesOnly.model` for one without weights.
 
     Raises:
@@ -41,6 +42,7 @@ class Setup:
         if method.get("trainer") not in TRAINERS:
             raise ValueError(f"trainer={method.get('trainer')!r} is not known: it must be one of {TRAINERS}.")
         config = ZeroLockConfig(**lora, **method.get("zerolock", {}))
+        self.micro_batches = method.get("micro_batches", 1)
         self.model: Any = make(partial(_with_adapters, make_base, config))
         self.model.get_base_model().config.use_cache = False
         if method.get("checkpointing"):
@@ -64,7 +66,13 @@ class Setup:
             SequentialRuntime(self.stages, torch.Tensor.backward).submit(entry, self._own_loss)
         else:
             counted = {"num_items_in_batch": self._count(batch)} if self.is_causal else {}
-            self.model(**batch, **counted).loss.backward()
+            rows = len(batch["input_ids"])
+            size = -(-rows // self.micro_batches)
+            for first in range(0, rows, size):
+                part = {name: value[first : first + size] for name, value in batch.items()}
+                loss = self.model(**part, **counted).loss
+                (loss if self.is_causal else loss * len(part["input_ids"]) / rows).backward()
+                del loss
         self.optimizer.step()
         self.optimizer.zero_grad()
 

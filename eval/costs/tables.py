@@ -10,7 +10,8 @@ from typing import Any
 from counting import BASE, CATEGORIES
 
 MIB = 2**20
-ORDER = ("tinyllama", "llama_8b", "qwen_05b", "smollm2", "smollm2_real", "smollm2_answers", "smollm2_tokens", "minilm")
+ORDER = ("tinyllama", "tinyllama_split", "llama_8b", "qwen_05b", "smollm2", "smollm2_real")
+ORDER += ("smollm2_answers", "smollm2_split", "smollm2_tokens", "minilm")
 MEMORY_NOTE = (
     "Activations: what autograd holds for a backward pass, what checkpointing computes again for one, and the hidden "
     "states between chunks; each storage once; their most at one time. Whole: every living byte, weights, optimizer "
