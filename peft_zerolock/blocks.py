@@ -6,6 +6,7 @@ Whatever runs before, between and after the blocks is the model's own code.
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -126,7 +127,8 @@ class Slot(nn.Module):
     Args:
         original: the block at this index of the model; its plain attributes (such as `attention_type`) are kept.
         block: the real block that runs here, or None to pass the hidden state on.
-        kind: `"chunk"` for a block of the chunk, `"readout"` for one of its readout, `"pass"` otherwise.
+        kind: `"chunk"` for a block of the chunk, `"readout"` for one of its readout, `"below"` for one before the chunk
+            that runs without a graph, `"pass"` otherwise.
 
     Attributes:
         enters: the received hidden state replaces this slot's input.
@@ -166,7 +168,7 @@ class Slot(nn.Module):
         skipped = ports.skip_chunk if self.kind == "chunk" else ports.skip_readout
         if self.block is not None and not skipped:
             others = args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}
-            with _unrecorded() if self.kind == "readout" else nullcontext():
+            with _CONTEXTS.get(self.kind, nullcontext)():
                 if self.kind == "readout" and ports.checkpoint_readout and torch.is_grad_enabled():
                     positional, named = tree_map_only(Cache, lambda cache: None, others)
                     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=ports.preserve_rng_state)
@@ -224,6 +226,7 @@ class BlockMap:
         fresh: Iterable[nn.Parameter] = (),
         replace: dict[nn.Module, nn.Module] | None = None,
         current: Iterable[nn.Parameter] = (),
+        below: range = range(0),
     ) -> View:
         """A view whose real blocks are those of `chunk`, then `readout_blocks` by index.
 
@@ -232,16 +235,19 @@ class BlockMap:
                 hidden state leaves the last one.
             readout_blocks: later blocks that the hidden state runs through after the chunk.
             adapter: what h_k runs through before them.
-            fresh: parameters outside the blocks of which the view gets copies of its own.
+            fresh: parameters of which the view gets copies of its own.
             replace: modules outside the blocks, and what stands in their place.
             current: parameters outside the blocks that the view reads as they are at any time, but never trains.
+            below: indices of blocks before the chunk that run too, without a graph, where no hidden state is received.
         """
         ports = Ports()
         last = len(self) - 1
         replacements = {id(old): new for old, new in (replace or {}).items()}
         for i, original in enumerate(self.blocks):
             if i in chunk:
-                slot = Slot(original, ports, self._copy(original), "chunk")
+                slot = Slot(original, ports, self._copy(original, fresh=fresh), "chunk")
+            elif i in below:
+                slot = Slot(original, ports, self._copy(original, fresh=fresh), "below")
             elif readout_blocks and i in readout_blocks:
                 slot = Slot(original, ports, readout_blocks[i], "readout")
             else:
@@ -257,6 +263,12 @@ class BlockMap:
             slot.grad_input = slot.enters and bool(chunk) and needs_input_grad(original)
             replacements[id(original)] = slot
         return View(self._copy(self.model, replacements, fresh, current), ports)
+
+    def parameters_of(self, view: View) -> dict[str, nn.Parameter]:
+        """A view's parameters by the names that they have in the model."""
+        path = next(name for name, module in self.model.named_modules() if module is self.blocks)
+        slot = re.compile(rf"({re.escape(path)}\.\d+)\.block\.")
+        return {slot.sub(r"\1.", name): p for name, p in view.module.named_parameters()}
 
     def _copy(
         self,
@@ -305,6 +317,9 @@ def _unrecorded() -> Iterator[None]:
         yield
     finally:
         _active_collector.reset(token)
+
+
+_CONTEXTS = {"readout": _unrecorded, "below": torch.no_grad}
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:

@@ -20,7 +20,7 @@ logger = logging.get_logger(__name__)
 
 MARKER_NAME = "zerolock_complete.json"
 READOUTS_NAME = "readouts.safetensors"
-JUDGE_NAME = "judge.safetensors"
+CONTROL_NAME = "control.safetensors"
 _LORA_SETTINGS = (
     *("r", "lora_alpha", "target_modules", "modules_to_save", "layers_to_transform", "rank_pattern", "alpha_pattern"),
     *("use_rslora", "use_dora", "lora_bias", "bias", "trainable_token_indices"),
@@ -212,13 +212,18 @@ def save_tensors(folder: str, name: str, tensors: Mapping[str, Tensor]) -> None:
     save_file({key: t.detach().contiguous().cpu() for key, t in tensors.items()}, os.path.join(folder, name))
 
 
+def read_tensors(folder: str, name: str) -> dict[str, Tensor]:
+    """What `save_tensors` wrote."""
+    return load_file(os.path.join(folder, name))
+
+
 def load_tensors(folder: str, name: str, tensors: Mapping[str, Tensor]) -> None:
     """Reads it back in place.
 
     Raises:
         ValueError: the file has other tensors.
     """
-    saved: dict[str, Tensor] = load_file(os.path.join(folder, name))
+    saved = read_tensors(folder, name)
     if {key: t.shape for key, t in saved.items()} != {key: t.shape for key, t in tensors.items()}:
         raise ValueError(f"{name} in {folder!r} does not fit this model and these chunk settings; start afresh.")
     for key, tensor in tensors.items():

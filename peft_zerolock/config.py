@@ -81,21 +81,13 @@ class ZeroLockConfig(LoraConfig):
             the extra memory is O(slice x vocabulary) whatever the batch. `None` uses the model's own loss on the
             full `(batch, seq, vocab)` logits. Slices of 32 or 64 tokens are slower, those
             above 256 take more memory for no clear gain (`python eval/costs/logits_slice.py`).
-        chunk_learning_rates (`list[float]`, *optional*): For each chunk, a factor on the learning rate of its adapters
-            and of its readout. Default: 1 for all.
-        chunk_starts (`list[float]`, *optional*): For each chunk, the share of the training steps in [0, 1) after
-            which its adapters begin to learn; what its readout has of its own learns from the start. Default:
-            `readout_warmup_ratio` for all chunks but the last.
         objective (`str`): What the chunks below the last learn. `"task"`: the local objective. `"reconstruction"`: to
             keep what they were given, LoPT's feature reconstruction (arXiv 2605.04913): 10 times the mean squared
             error of a small decoder (width `readout_dim`, by default a quarter of the hidden size) of h_k
             against h_{k-1}. There is no readout then, and no consistency term, below the last chunk.
-        readout_calibration_steps (`int`): For how many micro-batches of the training data the readouts' own
-            parameters learn, before the training, to say what the model says, without labels; the adapters stay as
-            they are. See `calibration.calibrate`.
-        judge_every (`int`): Every how many update windows forward passes tell, for each chunk below the last, whether
-            what it has learnt since lowers the final loss; what does not is halved or undone. See `judge.Judge`, for
-            its cost and its limit too. 0, the default: no judge.
+        control (`bool`): Trains "the last chunk only" (what `train_chunks=[-1]` would train) alongside, on the same
+            micro-batches, logs its loss as `loss/control`, and at the end keeps it in place of all chunks where it
+            is the better one. See `control.Control`, for its cost too.
 
     Raises:
         ValueError: a field is out of its range; the message names the value, the range and the remedy.
@@ -121,23 +113,13 @@ class ZeroLockConfig(LoraConfig):
     readout_learning_rate: float | None = field(default=None, metadata={"help": "Learning rate of the readouts."})
     readout_warmup_ratio: float = field(default=0.0, metadata={"help": "Share of steps in which only readouts learn."})
     logits_slice: int | None = field(default=256, metadata={"help": "Supervised tokens per pass of the head."})
-    chunk_learning_rates: list[float] | None = field(
-        default=None, metadata={"help": "For each chunk, a factor on the learning rate."}
-    )
-    chunk_starts: list[float] | None = field(
-        default=None, metadata={"help": "For each chunk, the share of steps after which its adapters learn."}
-    )
     objective: str = field(default="task", metadata={"help": "Of the lower chunks: 'task' or 'reconstruction'."})
-    readout_calibration_steps: int = field(
-        default=0, metadata={"help": "Micro-batches on which readouts learn to match the model before training."}
-    )
-    judge_every: int = field(default=0, metadata={"help": "Update windows between two judgements; 0: no judge."})
+    control: bool = field(default=False, metadata={"help": "Train the last chunk only alongside; keep the better."})
 
     def __post_init__(self):
         super().__post_init__()
         self.chunk_sizes, self.train_chunks = _as_list(self.chunk_sizes), _as_list(self.train_chunks)
         self.readout_vocab = _as_list(self.readout_vocab)
-        self.chunk_learning_rates, self.chunk_starts = map(_as_list, (self.chunk_learning_rates, self.chunk_starts))
         check_settings(self)
         if isinstance(self.readout_vocab, list):
             self.readout_vocab = sorted(set(self.readout_vocab))
@@ -162,18 +144,6 @@ class ZeroLockConfig(LoraConfig):
         if self.readout_blocks_from != "auto":
             return self.readout_blocks_from
         return "even" if self.task_type in CLASSIFICATION_TASKS else "last"
-
-    @property
-    def resolved_starts(self) -> list[float]:
-        """For each chunk, the share of the training steps after which its adapters begin to learn."""
-        if self.chunk_starts is not None:
-            return self.chunk_starts
-        return [self.readout_warmup_ratio] * (self.resolved_num_chunks - 1) + [0.0]
-
-    @property
-    def resolved_learning_rates(self) -> list[float]:
-        """For each chunk, the factor on its learning rate."""
-        return self.chunk_learning_rates or [1.0] * self.resolved_num_chunks
 
     def reach(self, later: int) -> int:
         """How many of `later` later blocks a readout of kind `"blocks"` runs through."""

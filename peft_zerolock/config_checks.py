@@ -21,7 +21,7 @@ def check_settings(config: "ZeroLockConfig") -> None:
     _check_ranges(config)
     _check_readout(config)
     _check_train_chunks(config)
-    _check_pace(config)
+    _check_control(config)
 
 
 def _check_chunks(config: "ZeroLockConfig") -> None:
@@ -77,14 +77,7 @@ def _check_ranges(config: "ZeroLockConfig") -> None:
             "a whole number of tokens >= 1, or None for the model's own unsliced loss",
         ),
         "objective": (config.objective in ("task", "reconstruction"), "'task' or 'reconstruction'"),
-        "readout_calibration_steps": (
-            _is_int(config.readout_calibration_steps) and config.readout_calibration_steps >= 0,
-            "a whole number of micro-batches, or 0 for no calibration",
-        ),
-        "judge_every": (
-            _is_int(config.judge_every) and config.judge_every >= 0,
-            "a whole number of update windows, or 0 for no judge",
-        ),
+        "control": (isinstance(config.control, bool), "True or False"),
     }
     for name, (valid, allowed) in ranges.items():
         _check(config, name, valid, allowed)
@@ -144,13 +137,6 @@ def _check_own_parameters(config: "ZeroLockConfig") -> None:
             "up. Use readout='adapter' or 'bottleneck', or 'blocks' with readout_weights='own' and at least one "
             "block, or a ratio of 0."
         )
-    head_alone = bare or config.resolved_readout in ("vocab", "decoder")
-    if config.readout_calibration_steps > 0 and (current or head_alone):
-        raise ValueError(
-            f"readout_calibration_steps={config.readout_calibration_steps}: there is nothing to calibrate between the "
-            "chunk and the tail. Use readout='adapter' or 'bottleneck', or 'blocks' with readout_weights='own' and at "
-            "least one block, or 0 steps."
-        )
 
 
 def _check_train_chunks(config: "ZeroLockConfig") -> None:
@@ -165,22 +151,14 @@ def _check_train_chunks(config: "ZeroLockConfig") -> None:
         )
 
 
-def _check_pace(config: "ZeroLockConfig") -> None:
-    count, starts = config.resolved_num_chunks, config.chunk_starts
-    for name, fits, allowed in (
-        ("chunk_learning_rates", lambda value: value > 0, "greater than 0"),
-        ("chunk_starts", lambda value: 0 <= value < 1, "in [0, 1)"),
-    ):
-        values = getattr(config, name)
-        valid = isinstance(values, list) and len(values) == count and all(_is_number(v) and fits(v) for v in values)
-        _check(config, name, values is None or valid, f"a list of {count} numbers {allowed}, one for each chunk")
-    if starts is not None and config.readout_warmup_ratio > 0:
+def _check_control(config: "ZeroLockConfig") -> None:
+    """The control is the last chunk only: there must be more than that to compare with it."""
+    count, trained = config.resolved_num_chunks, config.trained_chunks
+    if config.control and (count - 1 not in trained or len(trained) < 2):
         raise ValueError(
-            f"chunk_starts={starts!r} and readout_warmup_ratio={config.readout_warmup_ratio} both say when chunks "
-            "begin to learn: give one of them."
+            f"control=True compares all chunks with the last one only, but of {count} chunk(s) those that learn are "
+            f"{sorted(k + 1 for k in trained)}: train the last one and at least one below it, or leave control out."
         )
-    if starts is not None and all(starts[k] > 0 for k in config.trained_chunks):
-        raise ValueError(f"chunk_starts={starts!r}: at least one of the chunks that learn must start at 0.")
 
 
 def _check(config: "ZeroLockConfig", name: str, valid: Any, allowed: str) -> None:

@@ -159,6 +159,19 @@ def check_arguments(args: Any) -> None:
         refuse(f"parallel mode {args.parallel_mode}", "start the processes with torchrun or accelerate launch.")
 
 
+def check_control(args: Any, config: ZeroLockConfig) -> None:
+    """Whether the run can end with the better of chunks and control.
+
+    Raises:
+        ValueError: another rule is to choose the weights that it ends with.
+    """
+    if config.control and args.load_best_model_at_end:
+        raise ValueError(
+            "control=True and load_best_model_at_end=True each choose the weights that the training ends with: leave "
+            "one of them out."
+        )
+
+
 def check_runtime(args: Any, config: ZeroLockConfig, scaler: Any, optimizer: Any) -> None:
     """Whether the concurrent runtime can do what the arguments ask for.
 
@@ -258,21 +271,15 @@ def prepare_trainable(model: nn.Module) -> None:
 
 
 def check_given_optimizer(optimizer: Any, stages: list[Stage], config: ZeroLockConfig) -> None:
-    """An optimizer that was given to the trainer must know what is to learn, and at which rate.
+    """An optimizer that was given to the trainer must know what is to learn.
 
     Raises:
-        ValueError: it lacks the readouts' parameters, or the rates are to differ from chunk to chunk.
+        ValueError: it lacks the parameters of the readouts or of the control.
     """
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if any(id(p) not in known for stage in stages for p in stage.readout.values()):
+    if any(id(p) not in known for stage in stages for p in stage.extra.values()):
         raise ValueError(
-            f"The optimizer given to the trainer does not have the parameters of the readouts "
-            f"(readout={config.resolved_readout!r}), so they would never learn. Give "
-            "optimizer_cls_and_kwargs=(class, arguments) instead, or choose readout='lm_head'."
-        )
-    if config.chunk_learning_rates is not None and any("chunk" not in group for group in optimizer.param_groups):
-        raise ValueError(
-            f"chunk_learning_rates={config.chunk_learning_rates!r} with an optimizer given to the trainer: its "
-            "parameter groups have rates of their own. Set them there, or give optimizer_cls_and_kwargs=(class, "
-            "arguments) instead."
+            f"The optimizer given to the trainer does not have the parameters of the readouts and the control "
+            f"(readout={config.resolved_readout!r}, control={config.control}), so they would never learn. Give "
+            "optimizer_cls_and_kwargs=(class, arguments) instead, or choose readout='lm_head' and control=False."
         )

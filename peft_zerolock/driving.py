@@ -14,7 +14,7 @@ from transformers.utils import logging
 from .noise import draws_elsewhere
 from .optimizer import StagedOptimizer
 from .runtime import ConcurrentRuntime, SequentialRuntime, Trace, WindowReport
-from .stage import Stage
+from .stage import Stage, with_control
 
 if TYPE_CHECKING:
     _Trainer = Trainer  # what the mixin is mixed into
@@ -41,11 +41,13 @@ class DrivingMixin(_Trainer):
         def _add_to_log(self, report: WindowReport) -> Tensor: ...
 
     def _make_runtime(self, stages: list[Stage]) -> SequentialRuntime | ConcurrentRuntime:
+        stages = with_control(stages)
         if getattr(self.args, "runtime", "sequential") == "sequential":
             finished = self._average.start if self.accelerator.num_processes > 1 else lambda stage: None
             return SequentialRuntime(stages, self.accelerator.backward, finished)
         self._check_noise(stages)
-        names = self.args.devices or [self.args.device] * len(stages)
+        names = self.args.devices or [self.args.device]
+        names = [*names, *[names[-1]] * (len(stages) - len(names))]
         trace = Trace(self.args.trace) if self.args.trace is not None else None
         devices = [torch.device(name) for name in names]
         return ConcurrentRuntime(stages, devices, self.accelerator.backward, self.args.in_flight_depth, trace)

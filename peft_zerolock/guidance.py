@@ -1,35 +1,32 @@
-"""What keeps the chunks in step with the final loss from outside the training step: when each one learns."""
+"""What looks at the training from outside the training step: when chunks learn, whether depth pays, the control."""
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import Trainer
+from transformers.utils import logging
 
 from . import checkpoint
-from .calibration import calibrate, same_random_state, sample_batches
 from .config import ZeroLockConfig
+from .control import Control
 from .diagnosis import DepthWatch
-from .judge import Judge
-from .parallel import same_start
-from .stage import Entry, Stage
+from .stage import Stage
+
+logger = logging.get_logger(__name__)
 
 if TYPE_CHECKING:
     _Trainer = Trainer  # what the mixin is mixed into
 else:
     _Trainer = object
 
-JUDGED_ROWS = 8
-
 
 class GuidanceMixin(_Trainer):
-    """The part of `ZeroLockMixin` that says which chunks' adapters learn now."""
+    """The part of `ZeroLockMixin` that compares chunks with each other and with the control."""
 
     args: Any
-    _judge: Judge | None = None
-    _runtime: Any
+    model: Any
+    _control: Control | None = None
     _watch: DepthWatch | None = None
-    _verdicts: dict[str, float] = {}
 
     if TYPE_CHECKING:
 
@@ -39,97 +36,64 @@ class GuidanceMixin(_Trainer):
         @property
         def stages(self) -> list[Stage]: ...
 
-        def _own_loss(self, num_items: Any, *args: Any) -> tuple[Tensor, Any]: ...
-
         def _drain(self) -> None: ...
-
-        def _supervised_count(self, inputs: dict[str, Any], num_items: Any) -> Any: ...
 
     @property
     def _resting(self) -> frozenset[int]:
         """Indices of the chunks whose adapters do not learn in this update window."""
-        starts = enumerate(self.zerolock_config.resolved_starts)
-        resting = {k for k, start in starts if start > 0 and self.state.global_step < start * self.state.max_steps}
-        return frozenset(resting) | (self._judge.paused if self._judge is not None else frozenset())
+        warmup = self.zerolock_config.readout_warmup_ratio * self.state.max_steps
+        return frozenset(range(len(self.stages) - 1)) if self.state.global_step < warmup else frozenset()
 
     def get_batch_samples(self, *args, **kwargs) -> tuple[list, Any]:
-        """Trainer's: the micro-batches of the next update window. They are what the judge judges on."""
+        """Trainer's: the micro-batches of the next update window."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        every, step = self.zerolock_config.judge_every, self.state.global_step
-        if not batches:  # the end of a stream, which Trainer finds by asking for one window more
-            return batches, num_items
-        if self.zerolock_config.objective == "task" and (step == 0 or self._watch is None):
+        step = self.state.global_step
+        if batches and self.zerolock_config.objective == "task" and (step == 0 or self._watch is None):
             self._watch = DepthWatch(self.stages, self.zerolock_config, step)
-        if step == 0:
-            self._start()
-        elif self._judge is not None and step % every == 0:
-            self.current_gradient_accumulation_steps = len(batches)
-            loss_of = partial(self._own_loss, num_items, len(batches))
-            self._drain()
-            with self._runtime.rested():
-                verdicts = self._judge.judge(self._parts(batches, num_items), loss_of, self._sum_over_processes)
-            self._verdicts = {f"judge/{name}": share for name, share in verdicts.items()}
+        if batches and self.zerolock_config.control and step == 0:
+            self._control = Control(self.model, self.stages[-1])
         return batches, num_items
 
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint_folder)
-        if checkpoint_folder is not None and self.zerolock_config.judge_every:
-            self._start_judging()
-            assert self._judge is not None
-            checkpoint.load_tensors(checkpoint_folder, checkpoint.JUDGE_NAME, self._judge.state())
+        if checkpoint_folder is not None and self.zerolock_config.control:
+            self._control = Control(self.model, self.stages[-1])
+            saved = checkpoint.read_tensors(checkpoint_folder, checkpoint.CONTROL_NAME)
+            self._control.gains = saved["gains"].tolist()
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
-        """Trainer's log, with each lower chunk's last verdict since the last log."""
-        if "loss" in logs:
-            logs, self._verdicts = logs | self._verdicts, {}
-            if self._watch is not None:
-                size = self.args.gradient_accumulation_steps * self.accelerator.num_processes
-                self._watch.look(logs, self.state.global_step, self.state.max_steps, size)
+        """Trainer's log; the last chunk is compared with the readout before it, and with the control."""
+        if "loss" in logs and self._watch is not None:
+            size = self.args.gradient_accumulation_steps * self.accelerator.num_processes
+            self._watch.look(logs, self.state.global_step, self.state.max_steps, size)
         super().log(logs, *args, **kwargs)
 
-    def _start(self) -> None:
-        """Before the first update window of a training."""
-        if self.zerolock_config.readout_calibration_steps:
-            self._calibrate()
-        if self.zerolock_config.judge_every:
-            self._start_judging()
+    def _settle_control(self) -> None:
+        """Brings the comparison with the control up to date. The stages must be at rest."""
+        if self._control is not None:
+            self._control.settle(self.state.global_step, self._mean_over_processes)
 
-    def _calibrate(self) -> None:
-        steps, rate = self.zerolock_config.readout_calibration_steps, self.zerolock_config.readout_learning_rate
-        collate = self._get_collator_with_removed_columns(self.data_collator)
-        with same_random_state():
-            batches = sample_batches(self.train_dataset, collate, self._train_batch_size, steps, self.args.seed)
-            prepared = map(self._prepare_inputs, batches)
-            fp16 = self.accelerator.scaler is not None
-            calibrate(self.stages, prepared, rate or self.args.learning_rate, fp16)
-        if self.accelerator.num_processes > 1:
-            same_start(parameter for stage in self.stages for parameter in stage.readout.values())
+    def _finalize_training(self, *args, **kwargs):
+        """Trainer's; before it, the better of chunks and control becomes the model."""
+        self._drain()
+        if self._control is not None:
+            self._settle_control()
+            gain, noise = self._control.gain()
+            kept = gain > noise
+            self.log({"control/gain": gain, "control/kept": float(kept)})
+            if kept:
+                self._control.keep()
+                logger.warning(
+                    f"The chunks below the last cost quality: over the last quarter of the update windows the last "
+                    f"chunk's loss was higher by {gain:.4f} (standard error {noise:.4f}) than that of the control, "
+                    f"LoRA in the last chunk only. The control is what the model has now. Let the lower chunks' "
+                    f"readouts look further ahead (readout_blocks, now {self.zerolock_config.readout_blocks!r}, "
+                    f"readout={self.zerolock_config.readout!r}), use fewer chunks, or save time with "
+                    "train_chunks=[-1]."
+                )
+        return super()._finalize_training(*args, **kwargs)
 
-    def _start_judging(self) -> None:
-        rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.accelerator.num_processes
-        if rows < 2:
-            raise ValueError(
-                f"judge_every={self.zerolock_config.judge_every} with one row in an update window: the judge tells "
-                "gain from noise by comparing rows. Raise per_device_train_batch_size or "
-                "gradient_accumulation_steps, or leave judge_every at 0."
-            )
-        self._judge = Judge(self.stages)
-
-    def _parts(self, batches: list[dict[str, Any]], num_items: Any) -> list[Entry]:
-        """About JUDGED_ROWS parts of the first micro-batches, each of some rows with targets."""
-        parts: list[Entry] = []
-        rows = 0
-        for inputs in batches:
-            inputs = self._prepare_inputs(inputs)
-            entry = Entry(inputs, self._supervised_count(inputs, num_items))
-            count = min(entry.size, JUDGED_ROWS)
-            parts += [entry.take(list(range(i, entry.size, count)), 1.0) for i in range(count)]
-            rows += entry.size
-            if rows >= JUDGED_ROWS:
-                break
-        return [part for part in parts if part.has_targets]
-
-    def _sum_over_processes(self, sums: Tensor) -> Tensor:
+    def _mean_over_processes(self, values: Tensor) -> Tensor:
         if self.accelerator.num_processes == 1:
-            return sums
-        return self.accelerator.reduce(sums.to(self.args.device), "sum")
+            return values
+        return self.accelerator.reduce(values.to(self.args.device), "mean")

@@ -15,7 +15,6 @@ Changes = dict[str, list[dict[str, Any]]]
 def split_by_chunk(optimizer: torch.optim.Optimizer, stages: list[Stage], readout_learning_rate: float | None) -> None:
     """Splits the optimizer's parameter groups, so that each belongs to one chunk's adapters or to its readout."""
     owner: dict[int, tuple[str, bool]] = {}
-    factors = {stage.name: stage.config.resolved_learning_rates[stage.index] for stage in stages}
     for stage in stages:
         owner |= {id(p): (stage.name, False) for p in stage.adapters.values()}
         owner |= {id(p): (stage.name, True) for p in stage.readout.values()}
@@ -25,8 +24,7 @@ def split_by_chunk(optimizer: torch.optim.Optimizer, stages: list[Stage], readou
         for parameter in group["params"]:
             split.setdefault(owner[id(parameter)], []).append(parameter)
         for (chunk, is_readout), parameters in sorted(split.items()):
-            rate = readout_learning_rate if is_readout else None
-            rate = (rate or group["lr"]) * factors[chunk]
+            rate = (readout_learning_rate if is_readout else None) or group["lr"]
             groups.append({**group, "params": parameters, "chunk": chunk, "lr": rate})
     optimizer.param_groups[:] = groups
 

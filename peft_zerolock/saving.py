@@ -3,6 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
@@ -10,7 +11,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from . import checkpoint, hub
 from .config import ZeroLockConfig
-from .judge import Judge
+from .control import Control
 
 if TYPE_CHECKING:
     _Trainer = Trainer  # what the mixin is mixed into
@@ -26,7 +27,7 @@ class SavingMixin(_Trainer):
     train_dataset: Any
     args: Any
     _staging: str | None = None
-    _judge: Judge | None
+    _control: Control | None
 
     @property
     def zerolock_config(self) -> ZeroLockConfig:
@@ -37,6 +38,8 @@ class SavingMixin(_Trainer):
 
         @property
         def readouts(self) -> dict[str, nn.Parameter]: ...
+
+        def _settle_control(self) -> None: ...
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """Trains; `resume_from_checkpoint=True` takes the newest complete checkpoint.
@@ -60,6 +63,7 @@ class SavingMixin(_Trainer):
         return self._staging or super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
+        self._settle_control()
         run_dir = self._get_output_dir(trial)
         name = f"checkpoint-{self.state.global_step}"
         final = os.path.join(run_dir, name)
@@ -75,8 +79,9 @@ class SavingMixin(_Trainer):
                 self.state.best_model_checkpoint = final
             if writes:
                 checkpoint.save_tensors(written, checkpoint.READOUTS_NAME, self.readouts)
-                if self._judge is not None:
-                    checkpoint.save_tensors(written, checkpoint.JUDGE_NAME, self._judge.state())
+                if self._control is not None:
+                    gains = {"gains": torch.tensor(self._control.gains, dtype=torch.float64)}
+                    checkpoint.save_tensors(written, checkpoint.CONTROL_NAME, gains)
                 self.state.save_to_json(os.path.join(written, TRAINER_STATE_NAME))
         if self.args.push_to_hub:
             super()._push_from_checkpoint(final)

@@ -31,6 +31,7 @@ class Entry:
         resting: indices of the chunks whose adapters do not learn now; what their readouts have of their own does.
         first_row: number of the micro-batch's first row, counted over the update window from a start that moves on by
             one with each window; settles which rows the chunks below the last learn from.
+        window: number of the update window.
         draw: names the micro-batch among all of the run: what its dropout masks are drawn by.
     """
 
@@ -40,6 +41,7 @@ class Entry:
     grad_scale: float = 1.0
     resting: frozenset[int] = frozenset()
     first_row: int = 0
+    window: int = 0
     draw: str = ""
 
     @property
@@ -98,6 +100,10 @@ class Stage:
         autocast: context of mixed precision for what runs outside the view's forward.
         noise: where the chunk's dropout masks come from, unless the model is one chunk.
         runs_again: whether readout blocks may run again in the backward pass instead of keeping their activations.
+        is_control: it is the last chunk once more, on what the chunks below it made of their input before training.
+            Nothing in it is a parameter of the model: `adapters` are by the names of those that they began as, and
+            `copies` the frozen ones of the chunks below.
+        control: the last stage's control, where there is one.
     """
 
     index: int
@@ -116,11 +122,18 @@ class Stage:
     autocast: Callable[[], AbstractContextManager] = nullcontext
     noise: StageNoise = field(default_factory=StageNoise)
     runs_again: bool = True
+    is_control: bool = False
+    control: "Stage | None" = None
 
     @property
     def name(self) -> str:
         """As it is logged: counted from 1, as in the paper."""
-        return f"chunk_{self.index + 1}"
+        return "control" if self.is_control else f"chunk_{self.index + 1}"
+
+    @property
+    def extra(self) -> dict[str, nn.Parameter]:
+        """What it trains that is no parameter of the model."""
+        return self.adapters if self.is_control else self.readout
 
     @property
     def learns(self) -> bool:
@@ -308,6 +321,11 @@ class Stage:
         kind = base_model_of(self.view.module).config.problem_type if logits.dim() == 2 else None
         consistency = output_consistency(logits, previous, aligned, entry.count, self.config.consistency, kind)
         return mix(task, consistency, self.config.alpha)
+
+
+def with_control(stages: list[Stage]) -> list[Stage]:
+    """The stages, and the last one's control where there is one."""
+    return stages if stages[-1].control is None else [*stages, stages[-1].control]
 
 
 def balance_weight(model: nn.Module) -> float:

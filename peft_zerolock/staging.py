@@ -12,7 +12,7 @@ from .config import CLASSIFICATION_TASKS, ZeroLockConfig
 from .noise import own_dropout
 from .partition import chunks_of_sizes, split_evenly
 from .readout import DEFAULT_DIM, Decoder, ResidualAdapter, Tail, make_tail, readout_blocks, take_any_dtype
-from .stage import Stage, balance_weight
+from .stage import Stage, balance_weight, with_control
 
 
 def dissect(model: nn.Module, config: ZeroLockConfig) -> tuple[BlockMap, list[range], Anatomy]:
@@ -60,7 +60,9 @@ def build_stages(
         balance_weight(model)
     shared = {id(p) for p in model.parameters()}
     stages = [_build(blocks, config, chunks, k, anatomy, sliced, vocab) for k in range(len(chunks))]
-    for stage in stages:
+    if config.control:
+        stages[-1].control = _build_control(blocks, config, stages[-1], anatomy, sliced)
+    for stage in with_control(stages):
         for prefix, tree in stage.trees().items():
             for name, parameter in tree.named_parameters():
                 if id(parameter) in blocks.aliases:
@@ -81,10 +83,28 @@ def build_stages(
     return stages
 
 
+def _build_control(blocks: BlockMap, config: ZeroLockConfig, last: Stage, anatomy: Anatomy, sliced: bool) -> Stage:
+    """The last chunk once more, on what the chunks below it make of their input now."""
+    trained = {name: p for name, p in blocks.model.named_parameters() if p.requires_grad}
+    tail_ids = {id(p) for p in anatomy.tail_parameters} if sliced else set()
+    below = range(last.chunk.start)
+    view = blocks.view(last.chunk, fresh=[p for p in trained.values() if id(p) not in tail_ids], below=below)
+    tail = Tail(blocks.view(range(0), fresh=[p for p in trained.values() if id(p) in tail_ids])) if sliced else None
+    found = {name: p for name, p in blocks.parameters_of(view).items() if id(trained.get(name)) not in tail_ids}
+    if tail is not None and tail.view is not None:
+        tail_names = {name for name, p in trained.items() if id(p) in tail_ids}
+        found |= {name: p for name, p in blocks.parameters_of(tail.view).items() if name in tail_names}
+    adapters = {name: found[name] for name, p in trained.items() if anatomy.owner[id(p)] == last.index}
+    copies = {name: found[name] for name in trained if name not in adapters}
+    for parameter in copies.values():
+        parameter.requires_grad_(False)
+    return Stage(last.index, last.chunk, True, config, view, tail, adapters, copies=copies, is_control=True)
+
+
 def _set_modes(stage: Stage, tail_parameters: set[int]) -> None:
     """Training mode, but for what draws random numbers without being read: embeddings whose output is replaced."""
     stage.view.module.train()
-    if stage.index > 0:
+    if stage.index > 0 and not stage.is_control:
         base_model_of(stage.view.module).get_input_embeddings().eval()
     for tree in stage.tail.modules().values() if stage.tail is not None else ():
         tree.eval()

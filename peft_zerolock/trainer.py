@@ -25,7 +25,7 @@ from .parallel import GradientAverage, same_start
 from .readout import readout_vocabulary
 from .runtime import WindowReport
 from .saving import SavingMixin
-from .stage import Entry, Stage
+from .stage import Entry, Stage, with_control
 from .staging import build_stages
 
 logger = logging.get_logger(__name__)
@@ -73,6 +73,7 @@ class ZeroLockMixin(GuidanceMixin, DrivingMixin, SavingMixin):
         contract.check_arguments(self.args)
         contract.check_launcher(self.is_fsdp_enabled, self.is_deepspeed_enabled)
         contract.check_model(self.model)
+        contract.check_control(self.args, self.zerolock_config)
         contract.check_runtime(self.args, self.zerolock_config, self.accelerator.scaler, self.optimizer)
         self._show_finished_windows()
         self._average = GradientAverage()
@@ -149,8 +150,8 @@ class ZeroLockMixin(GuidanceMixin, DrivingMixin, SavingMixin):
 
     @property
     def readouts(self) -> dict[str, nn.Parameter]:
-        """The readouts' own parameters, by chunk and name: trained ones and frozen copies."""
-        owned = ((stage.name, stage.readout | stage.copies) for stage in self.stages)
+        """What the stages have of their own, by stage and name: readouts, the control, frozen copies."""
+        owned = ((stage.name, stage.extra | stage.copies) for stage in with_control(self.stages))
         return {f"{stage}.{name}": p for stage, parameters in owned for name, p in parameters.items()}
 
     # ---- training ----
@@ -164,17 +165,18 @@ class ZeroLockMixin(GuidanceMixin, DrivingMixin, SavingMixin):
         self._sums, self._window, self._windows = {}, -1, 0
         if self.optimizer is None:
             self._staged_model = None  # hooks and checkpointing may have been switched on since they were looked at
+        stages = with_control(self.stages)
         if self.accelerator.num_processes > 1:
-            same_start(p for s in self.stages for p in (*s.adapters.values(), *s.readout.values(), *s.copies.values()))
+            same_start(p for s in stages for p in (*s.adapters.values(), *s.readout.values(), *s.copies.values()))
         if self.optimizer is not None:
-            contract.check_given_optimizer(self.optimizer, self.stages, self.zerolock_config)
+            contract.check_given_optimizer(self.optimizer, stages, self.zerolock_config)
             return self.optimizer
         learning = nn.ModuleDict({"model": self.model if model is None else model})
-        for stage in self.stages:
-            for name, parameter in stage.readout.items():
+        for stage in stages:
+            for name, parameter in stage.extra.items():
                 _put(learning, f"{stage.name}.{name}", parameter)
         optimizer = super().create_optimizer(learning)
-        split_by_chunk(optimizer, self.stages, self.zerolock_config.readout_learning_rate)
+        split_by_chunk(optimizer, stages, self.zerolock_config.readout_learning_rate)
         self.optimizer = self._by_stage(optimizer)
         return self.optimizer
 
@@ -199,7 +201,7 @@ class ZeroLockMixin(GuidanceMixin, DrivingMixin, SavingMixin):
         zero = torch.zeros((), device=self.args.device)
         ends_window = self.accelerator.sync_gradients
         if not self._has_targets(inputs, num_items_in_batch):
-            for stage in stages if ends_window else ():
+            for stage in with_control(stages) if ends_window else ():
                 self._runtime.finished(stage)
             self._average.wait()
             if ends_window and self._runtime.is_idle:
@@ -209,7 +211,7 @@ class ZeroLockMixin(GuidanceMixin, DrivingMixin, SavingMixin):
         scaler = self.accelerator.scaler
         scale = scaler.get_scale() if scaler is not None else 1.0
         draw = f"{self.args.seed}/{self.args.process_index}/{self._window}/{self._micro_batch}"
-        entry = Entry(inputs, count, grad_scale=scale, resting=self._resting, draw=draw)
+        entry = Entry(inputs, count, grad_scale=scale, resting=self._resting, window=self._window, draw=draw)
         # As the rows of one process that has the batches of all, one after the other.
         entry.first_row = self._row + self.accelerator.process_index * entry.size
         self._row += self.accelerator.num_processes * entry.size
@@ -306,6 +308,8 @@ class ZeroLockMixin(GuidanceMixin, DrivingMixin, SavingMixin):
 
     def _add_to_log(self, report: WindowReport) -> Tensor:
         """Adds a micro-batch's terms to the next log; returns the last chunk's task loss."""
+        if self._control is not None:
+            self._control.add(report.window, report.task)
         for kind, values in (("loss", report.task), ("consistency", report.consistency)):
             for name, value in values.items():
                 key = f"{kind}/{name}"
@@ -315,8 +319,9 @@ class ZeroLockMixin(GuidanceMixin, DrivingMixin, SavingMixin):
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         """Trainer's log, with each chunk's task and consistency terms (means over the windows since the last one)."""
         if "loss" in logs and self._windows:
-            names = [f"loss/{s.name}" for s in self._stages if s.learns or s.is_last]
-            names += [f"consistency/{s.name}" for s in self._stages if s.has_consistency]
+            stages = with_control(self._stages)
+            names = [f"loss/{s.name}" for s in stages if s.learns or s.is_last]
+            names += [f"consistency/{s.name}" for s in stages if s.has_consistency]
             zero = torch.zeros((), device=self.args.device)
             means = torch.stack([self._sums.get(name, zero).to(zero) for name in names]) / self._windows
             if self.accelerator.num_processes > 1:

@@ -69,20 +69,11 @@ class MethodArguments:
     logits_slice: int | None = field(
         default=256, metadata={"help": "Supervised tokens through the head at a time; null: the model's own loss."}
     )
-    chunk_learning_rates: list[float] | None = field(
-        default=None, metadata={"help": "For each chunk, a factor on the learning rate; default: 1."}
-    )
-    chunk_starts: list[float] | None = field(
-        default=None, metadata={"help": "For each chunk, the share of the steps after which its adapters learn."}
-    )
     objective: Literal["task", "reconstruction"] = field(
         default="task", metadata={"help": "What the chunks below the last learn; reconstruction is LoPT's."}
     )
-    readout_calibration_steps: int = field(
-        default=0, metadata={"help": "Micro-batches on which the readouts learn to match the model beforehand."}
-    )
-    judge_every: int = field(
-        default=0, metadata={"help": "Update windows between two judgements of the lower chunks; 0: none."}
+    control: bool = field(
+        default=False, metadata={"help": "Train the last chunk only alongside; keep the better of the two."}
     )
 
     def __post_init__(self):
@@ -122,11 +113,8 @@ CHUNK_OPTIONS = (
     "readout_learning_rate",
     "readout_warmup_ratio",
     "logits_slice",
-    "chunk_learning_rates",
-    "chunk_starts",
     "objective",
-    "readout_calibration_steps",
-    "judge_every",
+    "control",
 )
 
 

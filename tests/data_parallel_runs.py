@@ -23,7 +23,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "later blocks, checkpointing": {"chunks": {"num_chunks": 2, "readout": "blocks"}, **REENTRANT},
     "adapter with warm-up": {"chunks": {"num_chunks": 2, "readout": "adapter", "readout_warmup_ratio": 0.5}},
     "classes": {"name": "bert", "task": "SEQ_CLS", "chunks": {"num_chunks": 2}},
-    "judged": {"chunks": {"num_chunks": 3, "judge_every": 1, "readout_rows": 1.0}, "learning_rate": 0.3},
+    "control": {"chunks": {"num_chunks": 3, "control": True}, "learning_rate": 0.3},
     "own optimizer": {"chunks": {"num_chunks": 2, "readout": "lm_head"}},
     "a process without targets": {"chunks": {"num_chunks": 2}, "data": MASKED, "weight_decay": 0.1},
 }
@@ -53,7 +53,7 @@ def run_all(folder: Path, processes: int) -> None:
             assert torch.equal(mine, first), f"{name}: the processes' weights differ"
         if rank == 0:
             losses = [
-                {k: v for k, v in row.items() if "loss" in k or "judge" in k} for row in trainer.state.log_history[:-1]
+                {k: v for k, v in row.items() if "loss" in k or "control" in k} for row in trainer.state.log_history[:-1]
             ]
             torch.save({"weights": weights(trainer), "losses": losses}, folder / f"{name}.pt")
 

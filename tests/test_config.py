@@ -21,8 +21,7 @@ OWN = {
     *("num_chunks", "chunk_sizes", "train_chunks", "alpha", "consistency", "consistency_first", "logits_slice"),
     *("readout", "readout_dim", "readout_blocks", "readout_blocks_from", "readout_vocab"),
     *("readout_weights", "readout_rows"),
-    *("readout_learning_rate", "readout_warmup_ratio", "judge_every"),
-    *("chunk_learning_rates", "chunk_starts", "objective", "readout_calibration_steps"),
+    *("readout_learning_rate", "readout_warmup_ratio", "objective", "control"),
 }
 RICH = {
     "task_type": "CAUSAL_LM",
@@ -50,9 +49,6 @@ CHUNKED = {
     "readout_learning_rate": 0.01,
     "readout_warmup_ratio": 0.25,
     "logits_slice": 7,
-    "judge_every": 5,
-    "chunk_learning_rates": [0.5, 1.0],
-    "readout_calibration_steps": 3,
 }
 
 COMMIT = "0" * 40
@@ -73,7 +69,6 @@ def saved(tmp_path):
         ({"readout": "vocab", "readout_vocab": {9, 3}}, {"readout_vocab": [3, 9]}),
         ({"readout": "vocab", "readout_vocab": (4, 3)}, {"readout_vocab": [3, 4]}),
         ({"chunk_sizes": (2, 1), "train_chunks": (2,)}, {"chunk_sizes": [2, 1], "train_chunks": [2]}),
-        ({"chunk_starts": (0.5, 0), "chunk_learning_rates": (1, 2)}, {"chunk_starts": [0.5, 0]}),
     ],
     ids=str,
 )
@@ -109,7 +104,7 @@ def test_adapter_config_equals_a_plain_one_after_wrapping_and_saving(tmp_path):
 
 def test_the_side_file_holds_exactly_our_fields(saved):
     assert read_json(saved / "zerolock_config.json") == CHUNKED | {
-        **{"num_chunks": None, "readout_vocab": None, "chunk_starts": None, "objective": "task"}
+        **{"num_chunks": None, "readout_vocab": None, "objective": "task", "control": False}
     }
     assert set(read_json(saved / "zerolock_config.json")) == OWN
     assert sorted(p.name for p in saved.iterdir()) == ["adapter_config.json", "zerolock_config.json"]

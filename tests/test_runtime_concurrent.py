@@ -121,13 +121,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "model": {"hidden_dropout_prob": 0.2, "classifier_dropout": 0.1},
         "gradient_accumulation_steps": 3,
     },
-    "judged": {"config": {"num_chunks": 3, "judge_every": 2}, "learning_rate": 0.3, "max_steps": 6},
-    "paced": {
-        "config": {
-            **{"num_chunks": 3, "chunk_starts": [0.5, 0.3, 0], "chunk_learning_rates": [0.1, 1, 2]},
-            "readout_calibration_steps": 2,
-        },
-        "max_steps": 6,
+    "control": {"config": {"num_chunks": 3, "control": True}, "learning_rate": 0.3, "max_steps": 6},
+    "control that stays": {
+        "config": {"readout": "lm_head", "control": True, "lora_dropout": 0.0},
+        "learning_rate": 1.0,
+        "max_steps": 8,
     },
     "reconstruction": {"config": {"num_chunks": 3, "objective": "reconstruction"}},
     "one chunk trained": {"config": {"num_chunks": 3, "train_chunks": [2]}},

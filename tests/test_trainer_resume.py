@@ -77,19 +77,12 @@ RUNS = {
     "llama, PiSSA, blocks": ("llama", "CAUSAL_LM", {"init_lora_weights": "pissa", "readout": "blocks"}, BY_STEPS),
     "llama, warm-up": ("llama", "CAUSAL_LM", {"readout": "adapter", "readout_warmup_ratio": 0.7}, BY_STEPS),
     "llama, one chunk trained": ("llama", "CAUSAL_LM", {"train_chunks": [2]}, BY_STEPS),
-    "llama, paced": (
-        "llama",
-        "CAUSAL_LM",
-        {"num_chunks": 3, "chunk_starts": [0.7, 0.3, 0], "chunk_learning_rates": [0.1, 1, 2]},
-        BY_STEPS,
-    ),
     "llama, reconstruction": ("llama", "CAUSAL_LM", {"num_chunks": 3, "objective": "reconstruction"}, BY_STEPS),
-    "bert, calibrated": ("bert", "SEQ_CLS", {"readout_calibration_steps": 2}, BY_STEPS),
-    "llama, judged": ("llama", "CAUSAL_LM", {"num_chunks": 3, "judge_every": 2}, BY_STEPS),
-    "bert, judged, accumulation": (
+    "llama, control": ("llama", "CAUSAL_LM", {"num_chunks": 3, "control": True}, BY_STEPS),
+    "bert, control, accumulation": (
         "bert",
         "SEQ_CLS",
-        {"judge_every": 1},
+        {"control": True},
         BY_STEPS | {"gradient_accumulation_steps": 2},
     ),
     "bert, by steps": ("bert", "SEQ_CLS", {}, BY_STEPS),

@@ -38,7 +38,7 @@ class _Learn(_Ticket):
 
     number: int
     loss_of: LossFunction
-    report: WindowReport = field(default_factory=WindowReport)
+    report: WindowReport
 
 
 @dataclass(kw_only=True)
@@ -58,7 +58,7 @@ class ConcurrentRuntime:
     that names the stage.
 
     Args:
-        stages: first to last.
+        stages: first to last, then the last one's control where there is one.
         devices: one a stage; on the CPU the stages share the process's threads evenly.
         backward: runs the backward pass of a scalar.
         depth: entries that wait before a stage, at most.
@@ -115,7 +115,7 @@ class ConcurrentRuntime:
         """
         self._check()
         self._start()
-        ticket = _Learn(left=len(self.stages), number=self._number(_Learn), loss_of=loss_of)
+        ticket = _Learn(left=len(self.stages), number=self._number(_Learn), loss_of=loss_of, report=WindowReport(entry.window))
         self._entries += 1
         self._owed.append(ticket)
         self._send(0, ticket, entry)
@@ -128,7 +128,7 @@ class ConcurrentRuntime:
             return torch.zeros(())
         for fence in self._latest.fences:
             fence()
-        return total_norm([self._latest.norms[stage.name] for stage in self.stages])
+        return total_norm([self._latest.norms[stage.name] for stage in self.stages if not stage.is_control])
 
     def end_window(self, changes: Changes) -> None:
         """Tells each stage to take its step when it has finished the micro-batches submitted so far."""
@@ -281,6 +281,8 @@ class ConcurrentRuntime:
     def _learn(self, index: int, ticket: _Learn, entry: Entry) -> None:
         stage = self.stages[index]
         did = self._spans(index, f"micro-batch {ticket.number}")
+        if stage.control is not None:
+            self._send(index + 1, ticket, replace(entry, hidden=None))
 
         def send(hidden: Tensor) -> None:
             did("forward")
@@ -291,7 +293,7 @@ class ConcurrentRuntime:
 
     def _update(self, index: int, update: _Update) -> None:
         stage = self.stages[index]
-        if not stage.is_last:
+        if index + 1 < len(self.stages):
             self._send(index + 1, update)
         did = self._spans(index, f"window {update.number}")
         norm = stage.clip(update.limit)

@@ -12,8 +12,9 @@ from ..stage import Entry, LossFunction, Stage
 
 @dataclass
 class WindowReport:
-    """What one micro-batch came to, by stage name; scalars, detached."""
+    """What one micro-batch of an update window came to, by stage name; scalars, detached."""
 
+    window: int
     task: dict[str, Tensor] = field(default_factory=dict)
     consistency: dict[str, Tensor] = field(default_factory=dict)
 
@@ -50,7 +51,7 @@ class SequentialRuntime:
     """One stage after the other.
 
     Args:
-        stages: first to last.
+        stages: first to last, then the last one's control where there is one.
         backward: runs the backward pass of a scalar (Trainer's, with its loss scale).
         finished: called with a stage when its last backward pass of the update window is done.
     """
@@ -66,14 +67,15 @@ class SequentialRuntime:
     def begin_window(self) -> None:
         """Drops the readouts' gradients, which are no parameters of the model and so not Trainer's to drop."""
         for stage in self.stages:
-            for parameter in stage.readout.values():
+            for parameter in stage.extra.values():
                 parameter.grad = None
 
     def submit(self, entry: Entry, loss_of: LossFunction, ends_window: bool = True) -> WindowReport:
         """Takes one micro-batch through all the stages; their gradients are added up until the window ends."""
-        report = WindowReport()
+        report = WindowReport(entry.window)
         for stage in self.stages:
             sent: list[Tensor] = []
+            entry = replace(entry, hidden=None) if stage.is_control else entry
             learn(stage, entry, sent.append, loss_of, self.backward, report)
             if ends_window:
                 self.finished(stage)
@@ -87,8 +89,9 @@ class SequentialRuntime:
         return all(p.grad is None for s in self.stages for p in (*s.adapters.values(), *s.readout.values()))
 
     def clip(self, limit: float) -> Tensor:
-        """Clips each chunk's adapters, and its readout, to `limit` on their own; returns the adapters' norm."""
-        return total_norm([stage.clip(limit) for stage in self.stages])
+        """Clips each chunk's adapters, and its readout, to `limit` on their own; returns the model's adapters' norm."""
+        norms = [(stage, stage.clip(limit)) for stage in self.stages]
+        return total_norm([norm for stage, norm in norms if not stage.is_control])
 
     def drain(self) -> list[WindowReport]:
         """Nothing is on its way here, and no report is owed."""
