@@ -1,7 +1,7 @@
 """Rebuilds the tables and plots of the evaluation from the JSON results; failed rows included.
 
 python eval/report.py                                         # prints the tables and draws the plots
-python eval/report.py --write eval/LOG.md                     # puts the tables between the report markers of that file
+python eval/report.py --write docs/quality.md                # puts the tables between the report markers of that file
 python eval/report.py --results eval/results/quality_first    # another folder of results
 """
 

@@ -8,7 +8,7 @@ Whatever runs before, between and after the blocks is the model's own code.
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -127,8 +127,8 @@ class Slot(nn.Module):
     Args:
         original: the block at this index of the model; its plain attributes (such as `attention_type`) are kept.
         block: the real block that runs here, or None to pass the hidden state on.
-        kind: `"chunk"` for a block of the chunk, `"readout"` for one of its readout, `"below"` for one before the chunk
-            that runs without a graph, `"pass"` otherwise.
+        kind: `"chunk"` for a block of the chunk, `"readout"` for one of its readout, `"below"` for one before the
+            chunk that runs without a graph, `"pass"` otherwise.
 
     Attributes:
         enters: the received hidden state replaces this slot's input.
@@ -319,7 +319,7 @@ def _unrecorded() -> Iterator[None]:
         _active_collector.reset(token)
 
 
-_CONTEXTS = {"readout": _unrecorded, "below": torch.no_grad}
+_CONTEXTS: dict[str, Callable[[], AbstractContextManager]] = {"readout": _unrecorded, "below": torch.no_grad}
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:

@@ -18,13 +18,15 @@ class Control:
     of the moment does not show that: the later chunks have adapted to what they get. A run without the lower
     chunks does. Both losses are of rows before they are learnt from.
 
-    At the end of the training the control is kept where its loss was lower over the last quarter of the update windows, by
-    more than one standard error of the paired differences. The lower chunks' adapters are then set back to where they
-    began. Checkpoints hold the chunks as they are trained, and the control beside them.
+    At the end of the training the control is kept where its loss was lower over the last quarter of the update
+    windows, by more than one standard error of the paired differences. The lower chunks' adapters are then set back
+    to where they began. Checkpoints hold the chunks as they are trained, and the control beside them.
 
-    Cost: one more forward pass of the lower chunks, without a graph, and one more training step of the last chunk, for each
-    micro-batch; the last chunk's activations again, but not at the same time on one device; a second copy of all
-    adapters, and of the last chunk's optimizer state. It needs no gradient of any other chunk.
+    Cost: for each micro-batch one more forward pass of the lower chunks, without a graph, and one more training step
+    of the last chunk; the last chunk's activations again, but not at the same time on one device; a second copy of
+    all adapters, and of the last chunk's optimizer state. It needs no gradient of any other chunk.
+
+    Limit: in later passes over the data both losses are of rows seen before, and favour what memorises more.
 
     Args:
         model: whose adapters are trained.

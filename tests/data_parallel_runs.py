@@ -53,7 +53,8 @@ def run_all(folder: Path, processes: int) -> None:
             assert torch.equal(mine, first), f"{name}: the processes' weights differ"
         if rank == 0:
             losses = [
-                {k: v for k, v in row.items() if "loss" in k or "control" in k} for row in trainer.state.log_history[:-1]
+                {k: v for k, v in row.items() if "loss" in k or "control" in k}
+                for row in trainer.state.log_history[:-1]
             ]
             torch.save({"weights": weights(trainer), "losses": losses}, folder / f"{name}.pt")
 

@@ -115,7 +115,9 @@ class ConcurrentRuntime:
         """
         self._check()
         self._start()
-        ticket = _Learn(left=len(self.stages), number=self._number(_Learn), loss_of=loss_of, report=WindowReport(entry.window))
+        ticket = _Learn(
+            left=len(self.stages), number=self._number(_Learn), loss_of=loss_of, report=WindowReport(entry.window)
+        )
         self._entries += 1
         self._owed.append(ticket)
         self._send(0, ticket, entry)
