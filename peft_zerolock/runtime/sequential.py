@@ -89,7 +89,7 @@ class SequentialRuntime:
         return all(p.grad is None for s in self.stages for p in (*s.adapters.values(), *s.readout.values()))
 
     def clip(self, limit: float) -> Tensor:
-        """Clips each chunk's adapters, and its readout, to `limit` on their own; returns the norm of the model's own."""
+        """Clips each chunk's adapters, and its readout, to `limit` each; returns the norm of the model's own."""
         norms = [(stage, stage.clip(limit)) for stage in self.stages]
         return total_norm([norm for stage, norm in norms if not stage.is_control])
 
