@@ -33,7 +33,7 @@ from arguments import RecipeParser, one_line_errors
 from data import ORIGIN, DataError, RowReport, drop_long_rows, load_rows
 from datasets import Dataset
 from method import MethodArguments, checkpoint_to_resume, make_config, make_trainer
-from models import check_length
+from models import check_causal, check_length
 from packing import PaddingCollator, check_packing, pack
 from prompting import IGNORE, PromptEncoder, generate_answers, to_messages
 from report import RunMonitor, finish, push, save_adapter, show_log
@@ -190,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             model = AutoModelForCausalLM.from_pretrained(
                 source.path, dtype=options.dtype, attn_implementation=attention, **source.model_kwargs()
             )
+        check_causal(options.model, model)
         check_length(options.model, options.max_length, model, tokenizer)
         if options.packing:
             check_packing(model)

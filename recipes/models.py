@@ -1,11 +1,13 @@
-"""The default LoRA targets, the longest row, and newly initialised modules of a model."""
+"""The default LoRA targets, the longest row, newly initialised modules; whether a model writes from left to right."""
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
+from peft_zerolock.admission import evaluation_mode
 from peft_zerolock.blocks import base_model_of, find_blocks
 
 
@@ -19,6 +21,23 @@ def check_length(name: str, max_length: int, model: PreTrainedModel, tokenizer: 
     limit = min(limit for limit in limits if limit and limit > 0)
     if max_length > limit:
         raise ValueError(f"max_length={max_length}, but {name} takes {limit} tokens at most.")
+
+
+@torch.no_grad()
+def check_causal(name: str, model: PreTrainedModel) -> None:
+    """Refuses a model whose logits depend on later tokens: it would learn to copy them and could not write a text.
+
+    Raises:
+        ValueError: it is no causal language model, such as BERT behind a head for language modelling.
+    """
+    ids = torch.tensor([[1, 2, 3], [1, 2, 4]], device=model.device) % model.config.get_text_config().vocab_size
+    with evaluation_mode(model):
+        one, other = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, :2].float()
+    if not torch.allclose(one, other, atol=1e-4 * float(one.abs().max())):
+        raise ValueError(
+            f"{name} ({type(model).__name__}) reads later tokens too: it is an encoder, not a causal language model. "
+            "Choose a decoder here; recipes/glue.py trains encoders."
+        )
 
 
 def block_linears(model: nn.Module) -> list[str]:

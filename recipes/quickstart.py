@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from arguments import RecipeParser, one_line_errors
 from datasets import Dataset
-from models import block_linears
+from models import block_linears, check_causal
 from orders import HELD_OUT_FAMILIES, conversation, exact_matches, make_orders
 from packing import PaddingCollator
 from prompting import PromptEncoder, generate_answers
@@ -134,6 +134,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         with loading(options.model):
             tokenizer = AutoTokenizer.from_pretrained(source.path, **source.tokenizer_kwargs())
             model = AutoModelForCausalLM.from_pretrained(source.path, dtype=options.dtype, **source.model_kwargs())
+        check_causal(options.model, model)
         encoder = PromptEncoder(tokenizer)
         blocks = len(find_blocks(model))
         if not 1 <= options.num_chunks <= blocks:

@@ -1,9 +1,11 @@
 """Short model names, the default LoRA targets, and newly initialised modules."""
 
 import pytest
-from models import block_linears, new_modules
+import torch
+from models import block_linears, check_causal, new_modules
 from peft import LoraConfig, get_peft_model
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
     DebertaV2Config,
@@ -63,6 +65,27 @@ def test_newly_initialised_modules_are_found_and_a_foreign_checkpoint_is_refused
         block_linears(
             AutoModelForSequenceClassification.from_config(T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=1))
         )
+
+
+@pytest.mark.parametrize("config", [BertConfig(**SIZE), RobertaConfig(**SIZE, is_decoder=False)])
+def test_an_encoder_is_refused_as_a_language_model(config):
+    with pytest.raises(ValueError, match=r"given \((Bert|Roberta)\w+\) reads later tokens.*recipes/glue.py"):
+        check_causal("given", AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SIZE),
+        GPT2Config(vocab_size=32, n_embd=16, n_layer=4, n_head=2),
+        BertConfig(**SIZE, is_decoder=True),
+    ],
+)
+def test_a_decoder_is_a_language_model(config, dtype):
+    model = AutoModelForCausalLM.from_config(config).train().to(getattr(torch, dtype))
+    check_causal("given", model)
+    assert model.training
 
 
 def test_model_names(tmp_path, monkeypatch):
