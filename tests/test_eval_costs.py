@@ -94,6 +94,25 @@ def test_throughput_compares_within_a_round(tmp_path):
     assert "| 3 chunks | 0.80 (0.25 - 1.00) | 1.00 (0.50 - 1.60) | 16 |" in text
 
 
+@pytest.mark.parametrize("task", ["CAUSAL_LM", "SEQ_CLS"])
+def test_smaller_micro_batches_are_the_same_step(task):
+    """Uneven ones too; the gradients are those of the whole batch."""
+    spec = TINY | {"lora": TINY["lora"] | {"task_type": task}, "model": TINY["model"] | {"pad_token_id": 0}}
+    batch = measure.make_batch(spec, 64, {"rows": 5})
+    stepped = []
+    for micro_batches in (1, 2):
+        torch.manual_seed(0)
+        base = measure.base_maker(spec)
+        setup = measure.Setup(base, spec["lora"], {"trainer": "bp", "micro_batches": micro_batches})
+        before = [p.detach().clone() for p in setup.adapters]
+        setup.optimizer = torch.optim.SGD(setup.adapters, lr=1.0)
+        setup.step(batch)
+        stepped.append([p.detach() - start for p, start in zip(setup.adapters, before, strict=True)])
+    assert any(moved.abs().max() > 1e-4 for moved in stepped[0])
+    for one, other in zip(*stepped, strict=True):
+        assert torch.allclose(one, other, atol=1e-7)
+
+
 def test_batches_supervise_the_end_of_each_row():
     batch = measure.make_batch(TINY, 64, {"rows": 3, "length": 16})
     assert batch["input_ids"].shape == (3, 16)
