@@ -1,12 +1,17 @@
-"""The simulation of stages gives the times that can be worked out by hand."""
+"""The simulation of stages gives the times that can be worked out by hand; the measured work runs."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "eval" / "runtime"))
 from schedules import Times, local_seconds, pipeline_ops, pipeline_seconds
+from workload import Work, learning, load_stages
+
+from peft_zerolock.runtime import SequentialRuntime
 
 
 @pytest.mark.parametrize("stages", [2, 3, 8])
@@ -45,3 +50,15 @@ def test_orders_are_those_of_the_schedules():
     ]
     assert pipeline_ops("1f1b", 1, 2, 2, 1) == [("F", 0), ("B", 0), ("F", 1), ("B", 1), ("U", 0)]
     assert pipeline_ops("gpipe", 1, 2, 2, 1) == [("F", 0), ("F", 1), ("B", 0), ("B", 1), ("U", 0)]
+
+
+@pytest.mark.parametrize("work", [Work(), Work(readout="auto", readout_rows="auto")], ids=["paper", "defaults"])
+def test_what_is_measured_runs(work):
+    """SmolLM2 itself, on a few tokens: every chunk learns in some of its micro-batches."""
+    work = replace(work, batch=1, micro_batches=2, length=8, supervised=4)
+    _, stages = load_stages(work, 2)
+    runtime = SequentialRuntime(stages, torch.Tensor.backward)
+    for entry in work.entries(0):
+        runtime.submit(entry, None)
+    for group in learning(stages):
+        assert any(p.grad is not None and p.grad.abs().max() > 0 for p in group["params"])

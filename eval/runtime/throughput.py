@@ -1,6 +1,7 @@
 """Tokens per second of two chunks on two cores, concurrent and sequential, beside backpropagation and its pipelines.
 
     python eval/runtime/throughput.py                        # prints a table, writes results/runtime/throughput.json
+    python eval/runtime/throughput.py --readout auto --readout-rows auto --output eval/results/runtime/defaults.json
 
 Each round runs every method once on the same update windows, in an order that turns from round to round; ratios are
 taken within a round, and their median over the rounds is what counts, because other work may share the machine. BP is

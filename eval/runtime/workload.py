@@ -11,23 +11,26 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[2] / "recipes")]
-from models import resolve_model  # noqa: E402
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from peft_zerolock import ZeroLockConfig  # noqa: E402
+from peft_zerolock.sources import resolve_model  # noqa: E402
 from peft_zerolock.stage import Entry, Stage  # noqa: E402
 from peft_zerolock.staging import build_stages  # noqa: E402
 
 
 @dataclass
 class Work:
-    """Sizes: rows of a micro-batch, micro-batches of an update window, tokens of a row, supervised ones at its end."""
+    """Sizes: rows of a micro-batch, micro-batches of an update window, tokens of a row, supervised ones at its end.
+
+    `readout` and `readout_rows` are ZeroLockConfig's; the first set is the paper's, "auto" twice are the defaults.
+    """
 
     batch: int = 2
     micro_batches: int = 4
     length: int = 128
     supervised: int = 16
     readout: str = "lm_head"
+    readout_rows: str = "1.0"
 
     @property
     def tokens(self) -> int:
@@ -47,7 +50,7 @@ class Work:
         parts = {name: value.split(self.batch) for name, value in self.rows(seed).items()}
         count = self.batch * self.micro_batches * self.supervised
         return [
-            Entry({name: value[i] for name, value in parts.items()}, count, first_row=i * self.batch)
+            Entry({name: value[i] for name, value in parts.items()}, count, first_row=seed + i * self.batch)
             for i in range(self.micro_batches)
         ]
 
@@ -65,7 +68,7 @@ def load_stages(work: Work, num_chunks: int) -> tuple[Any, list[Stage]]:
         target_modules=["q_proj", "v_proj"],
         num_chunks=num_chunks,
         readout=work.readout if num_chunks > 1 else "lm_head",
-        readout_rows=1.0,
+        readout_rows="auto" if work.readout_rows == "auto" else float(work.readout_rows),
     )
     model = get_peft_model(base, config)
     model.train()
