@@ -17,7 +17,9 @@ class ZeroLockTrainingArguments(TrainingArguments):
             same time, each on its own device (paper, "The system"). The weights come out the same; on the
             CPU to the bit, given the same number of threads per chunk.
         devices (`list[str]`, *optional*): For `"concurrent"`: one device a chunk, first to last, such as
-            `["cuda:0", "cuda:1"]` or `["cpu", "cpu"]`. Default: the Trainer's device for all of them.
+            `["cuda:0", "cuda:1"]` or `["cpu", "cpu"]`; the model is spread over them. Default: where the blocks of the
+            model lie. One loaded with a `device_map` over several devices is cut where the map cuts it, into at least
+            as many chunks; any other lies on the Trainer's device.
         in_flight_depth (`int`): For `"concurrent"`: how many hidden states may wait before a chunk. More of them even
             out micro-batches of uneven length and take more memory.
         trace (`str`, *optional*): For `"concurrent"`: a folder for the timeline of the run (`timeline.json` for

@@ -185,12 +185,30 @@ class Slot(nn.Module):
         return (hidden, *rest) if self.tuple_length else hidden
 
 
+class Unread(nn.Module):
+    """Stands in a view for an embedding table whose output is replaced by what the view receives.
+
+    Args:
+        embedded: what the table gives, `(batch, seq, features)`, of which it keeps the last dimension and the type.
+    """
+
+    def __init__(self, embedded: Tensor):
+        super().__init__()
+        self.features, self.dtype = embedded.shape[-1], embedded.dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Zeros `(batch, seq, features)`."""
+        return torch.zeros((), dtype=self.dtype, device=ids.device).expand(*ids.shape, self.features)
+
+
 @dataclass
 class BlockMap:
     """The blocks of one model and how they are called."""
 
     model: nn.Module
     blocks: nn.ModuleList
+    embedded: Tensor
+    """What the embedding table gave for the dry batch, `(batch, seq, features)`."""
     tuple_length: int = 0
     shared: list[Any] = field(default_factory=list)
     aliases: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
@@ -201,19 +219,24 @@ class BlockMap:
         """Finds the blocks and watches one forward pass to see what they return."""
         blocks = find_blocks(model)
         returned: list[Any] = []
-        hook = blocks[0].register_forward_hook(lambda module, args, output: returned.append(output))
+        embedded: list[Tensor] = []
+        base = base_model_of(model)
+        hooks = [
+            blocks[0].register_forward_hook(lambda module, args, output: returned.append(output)),
+            base.get_input_embeddings().register_forward_hook(lambda module, args, output: embedded.append(output)),
+        ]
         try:
             with torch.no_grad():
                 model(**dry_batch)
         finally:
-            hook.remove()
-        if not returned:
-            raise UnsupportedModelError(model, "its block list is not run by its forward pass.")
-        base = base_model_of(model)
+            for hook in hooks:
+                hook.remove()
+        if not returned or not embedded:
+            raise UnsupportedModelError(model, "its embeddings and its block list are not run by its forward pass.")
         shared = [m.config for m in base.modules() if hasattr(m, "config")]
         shared += [value for name, value in vars(model).items() if name == "peft_config"]
         length = len(returned[0]) if isinstance(returned[0], tuple) else 0
-        return cls(model, blocks, length, shared)
+        return cls(model, blocks, embedded[0], length, shared)
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -242,7 +265,9 @@ class BlockMap:
         """
         ports = Ports()
         last = len(self) - 1
-        replacements = {id(old): new for old, new in (replace or {}).items()}
+        replacements: dict[int, nn.Module] = {id(old): new for old, new in (replace or {}).items()}
+        if not chunk or (chunk.start > 0 and not below):
+            replacements[id(base_model_of(self.model).get_input_embeddings())] = Unread(self.embedded)
         for i, original in enumerate(self.blocks):
             if i in chunk:
                 slot = Slot(original, ports, self._copy(original, fresh=fresh), "chunk")
@@ -281,6 +306,7 @@ class BlockMap:
         memo: dict[int, Any] = {id(p): p for p in module.parameters() if id(p) not in own}
         memo |= {id(p): self._alias(p) for p in current}
         memo |= {id(b): b for b in module.buffers()}
+        memo |= {id(m._hf_hook): m._hf_hook for m in module.modules() if "_hf_hook" in vars(m)}
         for part in module.modules():
             # Weights that are no parameters: quantised ones in 8 bits are kept in a plain attribute.
             memo |= {id(v): v for v in vars(part).values() if isinstance(v, Tensor) or hasattr(v, "CB")}

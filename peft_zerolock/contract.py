@@ -12,6 +12,7 @@ from transformers.training_args import ParallelMode
 
 from .blocks import base_model_of, find_blocks
 from .config import ZeroLockConfig
+from .placement import check_full_evaluation, check_offload, check_one_device
 from .readout import give_dtype, take_any_dtype
 from .stage import Stage
 from .staging import dissect
@@ -40,8 +41,23 @@ def check_wrapping(model: nn.Module, config: Any) -> None:
     dissect(model, config)
 
 
-def check_model(model: nn.Module) -> None:
+def check_places(model: nn.Module, args: Any) -> None:
+    """Whether the model's weights lie where its runtime can train through them.
+
+    Raises:
+        ValueError: with what was given and what to do.
+    """
+    check_offload(model)
+    check_full_evaluation(model, args)
+    if getattr(args, "runtime", "sequential") == "sequential":
+        check_one_device(model)
+
+
+def check_model(model: nn.Module, devices: list[str] | None = None) -> None:
     """Whether the model is a PeftModel that can be trained chunk by chunk.
+
+    Args:
+        devices: where its chunks are to go, if that is settled.
 
     Raises:
         ValueError: with what was given and what to do.
@@ -72,12 +88,6 @@ def check_model(model: nn.Module) -> None:
             "ZeroLockConfig(...), or load it with PeftModel.from_pretrained(base, folder, is_trainable=True, "
             "config=ZeroLockConfig.from_pretrained(folder))."
         )
-    devices = {str(d) for d in (getattr(model.get_base_model(), "hf_device_map", None) or {}).values()}
-    if len(devices) > 1:
-        raise ValueError(
-            f"The model is spread over {sorted(devices)} (device_map), which runtime='sequential' cannot use: load it "
-            "on one device."
-        )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
             "The model has no trainable parameter: load the adapter with is_trainable=True, and leave inference_mode "
@@ -86,7 +96,7 @@ def check_model(model: nn.Module) -> None:
     _check_pad_token(model.get_base_model(), config)
     _check_tied_ends(model.get_base_model())
     _check_biases(model)
-    dissect(model, config)
+    dissect(model, config, devices)
 
 
 def _check_pad_token(base: Any, config: ZeroLockConfig) -> None:
@@ -141,11 +151,6 @@ def check_arguments(args: Any) -> None:
         refuse("DeepSpeed", "it shards gradients over the whole model's backward pass. Leave `deepspeed` out.")
     if args.fsdp:
         refuse("FSDP", "it gathers weights by the whole model's backward pass. Leave `fsdp` out.")
-    if args.n_gpu > 1:
-        refuse(
-            f"nn.DataParallel ({args.n_gpu} visible GPUs in one process)",
-            "set CUDA_VISIBLE_DEVICES to one of them.",
-        )
     optim = str(getattr(args.optim, "value", args.optim))
     if optim in _REFUSED_OPTIMIZERS or "layerwise" in optim:
         refuse(f"optim={optim!r}", "it updates inside the backward pass. Use another one, such as 'adamw_torch'.")
@@ -169,6 +174,20 @@ def check_control(args: Any, config: ZeroLockConfig) -> None:
         raise ValueError(
             "control=True and load_best_model_at_end=True each choose the weights that the training ends with: leave "
             "one of them out."
+        )
+
+
+def check_visible_devices(args: Any) -> None:
+    """Whether Trainer would put nn.DataParallel around the model; it does not where the model lies on several devices.
+
+    Raises:
+        ValueError: it would.
+    """
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"ZeroLockTrainer does not work with nn.DataParallel ({args.n_gpu} visible GPUs in one process): set "
+            "CUDA_VISIBLE_DEVICES to one of them, or let each chunk work on its own with "
+            "ZeroLockTrainingArguments(runtime='concurrent', devices=[...])."
         )
 
 
@@ -213,26 +232,6 @@ def check_runtime(args: Any, config: ZeroLockConfig, scaler: Any, optimizer: Any
             "readout_weights='current'",
             "a chunk would have to wait for the later ones' steps, and so for their backward passes. Use "
             f"readout_weights='own', {otherwise}",
-        )
-    count = config.resolved_num_chunks
-    if args.devices is None:
-        return
-    if len(args.devices) != count:
-        raise ValueError(
-            f"devices={args.devices!r} are {len(args.devices)}, and the model has {count} chunk(s): give one device a "
-            "chunk (the same one may come several times), or change num_chunks or chunk_sizes."
-        )
-    for device in map(torch.device, args.devices):
-        known = device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < torch.cuda.device_count())
-        if not known:
-            raise ValueError(
-                f"devices={args.devices!r}: {device} is not there. This machine has the CPU and "
-                f"{torch.cuda.device_count()} CUDA device(s)."
-            )
-    if len({torch.device(device) for device in args.devices}) > 1:
-        raise ValueError(
-            f"devices={args.devices!r}: the chunks of one process must share a device so far. Give the same one for "
-            "all, or leave devices out."
         )
 
 

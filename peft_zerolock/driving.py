@@ -46,11 +46,10 @@ class DrivingMixin(_Trainer):
             finished = self._average.start if self.accelerator.num_processes > 1 else lambda stage: None
             return SequentialRuntime(stages, self.accelerator.backward, finished)
         self._check_noise(stages)
-        names = self.args.devices or [self.args.device]
-        names = [*names, *[names[-1]] * (len(stages) - len(names))]
         trace = Trace(self.args.trace) if self.args.trace is not None else None
-        devices = [torch.device(name) for name in names]
-        return ConcurrentRuntime(stages, devices, self.accelerator.backward, self.args.in_flight_depth, trace)
+        return ConcurrentRuntime(
+            stages, [stage.device for stage in stages], self.accelerator.backward, self.args.in_flight_depth, trace
+        )
 
     def _check_noise(self, stages: list[Stage]) -> None:
         """What draws from a generator that all threads share; checkpointing must leave that one alone too.

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -42,6 +43,7 @@ class EarlyExit(nn.Module):
             return self._run(stage, hidden, inputs)[1]
         read, _ = self._run(stage, hidden, inputs, leaves=False)
         states = read.flatten(0, 1)
+        labels = send_to_device(labels, states.device)
         vocab = self.base.config.get_text_config().vocab_size
         known = labels[labels >= 0] if labels is not None else torch.empty(0, dtype=torch.long, device=states.device)
         stage.tail.restrict(known)
@@ -61,7 +63,8 @@ class EarlyExit(nn.Module):
 
     def _run(self, stage: Stage, hidden: Any, inputs: dict[str, Any], leaves: bool = True) -> tuple[Any, Any]:
         ports = stage.view.ports
-        ports.received, ports.last_position_only = hidden, stage.tail is not None
+        inputs, ports.received = send_to_device((inputs, hidden), stage.device)
+        ports.last_position_only = stage.tail is not None
         try:
             outputs = stage.view.module(**inputs)
             return (ports.left if leaves else ports.read), outputs

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from .admission import dry_batch
@@ -91,10 +92,11 @@ def draws_elsewhere(stages: Iterable["Stage"], model: nn.Module) -> list[str]:
     hidden: Tensor | None = None
     for stage in stages:
         ports = stage.view.ports
-        ports.received, ports.last_position_only = hidden, stage.tail is not None
+        inputs, ports.received = send_to_device((batch, hidden), stage.device)
+        ports.last_position_only = stage.tail is not None
         with torch.random.fork_rng(), torch.no_grad():
             before = _states()
-            stage.view.module(**batch)
+            stage.view.module(**inputs)
             if any(not torch.equal(one, other) for one, other in zip(before, _states(), strict=True)):
                 found.append(stage.name)
         hidden = ports.left

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
+from typing import Any
 
 
 def split_evenly(num_blocks: int, num_chunks: int) -> list[range]:
@@ -37,6 +38,68 @@ def chunks_of_sizes(num_blocks: int, sizes: list[int]) -> list[range]:
     for size in sizes:
         chunks.append(range(start, start + size))
         start += size
+    return chunks
+
+
+def split_runs(runs: list[int], num_chunks: int) -> list[int]:
+    """Chunk sizes for runs of blocks, each of which is cut by itself, as evenly as can be.
+
+    A run gets a number of chunks in proportion to its blocks, one at least.
+
+    Args:
+        runs: how many blocks each has.
+
+    Raises:
+        ValueError: fewer chunks than runs, or more than blocks.
+    """
+    if not len(runs) <= num_chunks <= sum(runs):
+        raise ValueError(
+            f"num_chunks={num_chunks}: the blocks lie in {len(runs)} runs of {runs} on different devices, and a chunk "
+            f"lies on one device: use {len(runs)} to {sum(runs)} chunks, or load the model on fewer devices."
+        )
+    counts = [1] * len(runs)
+    for _ in range(num_chunks - len(runs)):
+        largest = max(range(len(runs)), key=lambda i: runs[i] / counts[i])
+        counts[largest] += 1
+    return [len(chunk) for run, count in zip(runs, counts, strict=True) for chunk in split_evenly(run, count)]
+
+
+def cut(
+    homes: Sequence[Any], sizes: list[int] | None, num_chunks: int, devices: Sequence[Any] | None = None
+) -> list[range]:
+    """Which blocks form which chunk, where they may lie on several devices.
+
+    Blocks on one device are cut into the given sizes, or evenly. Where they lie on several, no chunk lies on two.
+
+    Args:
+        homes: the device of each block.
+        sizes: blocks per chunk, or None.
+        devices: where the chunks are to go, if that is settled.
+
+    Raises:
+        ValueError: the sizes or the number of chunks do not fit the blocks, or where they lie.
+    """
+    runs = [len(list(run)) for _, run in groupby(homes)]
+    if sizes is None and devices is None and len(runs) > 1:
+        sizes = split_runs(runs, num_chunks)
+    chunks = chunks_of_sizes(len(homes), sizes) if sizes else split_evenly(len(homes), num_chunks)
+    if len(runs) == 1:
+        return chunks
+    for k, chunk in enumerate(chunks):
+        found = list(dict.fromkeys(str(homes[i]) for i in chunk))
+        if devices is not None and found != [str(devices[k])]:
+            raise ValueError(
+                f"devices={[str(device) for device in devices]} and the model's device_map disagree: chunk {k + 1}, "
+                f"blocks {chunk.start} to {chunk.stop - 1}, lies on {' and '.join(found)}. Leave devices out, or load "
+                "the model on one device."
+            )
+        if len(found) > 1:
+            fitting = split_runs(runs, max(len(chunks), len(runs)))
+            raise ValueError(
+                f"chunk_sizes={sizes}: chunk {k + 1}, blocks {chunk.start} to {chunk.stop - 1}, would lie on "
+                f"{' and '.join(found)}, and a chunk lies on one device. chunk_sizes={fitting} fits the model's "
+                "device_map; leaving chunk_sizes out follows it."
+            )
     return chunks
 
 

@@ -96,20 +96,20 @@ def take_any_dtype(module: Any) -> None:
 
 def _cast_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     weight = next((p for p in module.parameters() if p.is_floating_point()), None)
-    if weight is None or torch.is_autocast_enabled(weight.device.type):
+    if weight is None or _autocasts(weight.device.type):
         return args
     return tuple(a.to(weight.dtype) if torch.is_tensor(a) and a.is_floating_point() else a for a in args)
+
+
+def _autocasts(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def give_dtype(module: Any, dtype: torch.dtype) -> None:
     """Casts a module's output, where it is one floating-point tensor, to the type that the model goes on with."""
 
     def cast(module: nn.Module, args: Any, output: Any) -> Any:
-        if (
-            torch.is_tensor(output)
-            and output.is_floating_point()
-            and not torch.is_autocast_enabled(output.device.type)
-        ):
+        if torch.is_tensor(output) and output.is_floating_point() and not _autocasts(output.device.type):
             return output.to(dtype)
         return output
 
@@ -141,7 +141,11 @@ class Tail:
         vocab: Tensor | None = None,
     ):
         self.view, self.bottleneck, self.restricted, self.vocab = view, bottleneck, restricted, vocab
-        self.parameters = [p for tree in self.modules().values() for p in tree.parameters()]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All of the tail's, frozen or not."""
+        return [p for tree in self.modules().values() for p in tree.parameters()]
 
     def restrict(self, targets: Tensor) -> Tensor:
         """Chooses the tokens to compute for a batch's targets `(tokens,)`; returns the targets as their indices."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from .admission import evaluation_mode, output_of
@@ -57,6 +58,11 @@ class Entry:
     def has_targets(self) -> bool:
         """Whether any of the labels counts."""
         return _has_targets(self.inputs.get("labels"))
+
+    def to(self, device: torch.device) -> "Entry":
+        """The same on another device."""
+        inputs, count, hidden = send_to_device((self.inputs, self.count, self.hidden), device)
+        return replace(self, inputs=inputs, count=count, hidden=hidden)
 
     def take(self, rows: list[int], share: float) -> "Entry":
         """Some of the rows, which stand for all: they are `share` of those that the window counts."""
@@ -140,6 +146,11 @@ class Stage:
         """Whether the chunk has anything to train."""
         return bool(self.adapters)
 
+    @property
+    def device(self) -> torch.device:
+        """Where all that it reads lies."""
+        return next(self.view.module.parameters()).device
+
     def trees(self) -> dict[str, nn.Module]:
         """The module trees that belong to the stage."""
         return {"view": self.view.module} | ({} if self.tail is None else self.tail.modules())
@@ -147,6 +158,7 @@ class Stage:
     def pass_on(self, entry: Entry) -> Entry:
         """Runs the chunk without a graph and without its readout; what the next stage gets."""
         sent: list[Tensor] = []
+        entry = entry.to(self.device)
         self._forward_only(entry, sent.append)
         return replace(entry, hidden=sent[0])
 
@@ -161,6 +173,7 @@ class Stage:
         Returns:
             The local objective with its graph, or None for a chunk below the last that learns from none of the rows.
         """
+        entry = entry.to(self.device)
         for alias, source in self.aliases:
             alias.data = source.data
         if self.is_last or (self.learns and self.row_share == 1):
@@ -252,7 +265,7 @@ class Stage:
         Args:
             entry: with h_k for the readout of a chunk below the last (see `pass_on`), with h_{K-1} for the last stage.
         """
-        ports = self.view.ports
+        ports, entry = self.view.ports, entry.to(self.device)
         ports.received, ports.skip_chunk = entry.hidden, not self.is_last
         try:
             self._forward(entry, **no_router_logits(self.view.module))

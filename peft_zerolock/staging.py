@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
@@ -10,27 +11,57 @@ from .admission import Anatomy, admit, dry_batch, quiet_model
 from .blocks import BlockMap, base_model_of, find_blocks
 from .config import CLASSIFICATION_TASKS, ZeroLockConfig
 from .noise import own_dropout
-from .partition import chunks_of_sizes, split_evenly
+from .partition import cut, split_evenly
+from .placement import Gathering, device_of, known_devices, numbered, spread
 from .readout import DEFAULT_DIM, Decoder, ResidualAdapter, Tail, make_tail, readout_blocks, take_any_dtype
 from .stage import Stage, balance_weight, with_control
 
 
-def dissect(model: nn.Module, config: ZeroLockConfig) -> tuple[BlockMap, list[range], Anatomy]:
+def dissect(
+    model: nn.Module, config: ZeroLockConfig, devices: list[str] | None = None
+) -> tuple[BlockMap, list[range], Anatomy]:
     """Finds a model's blocks, cuts them into chunks and runs the admission test; changes nothing.
+
+    Args:
+        devices: where the chunks are to go, one each. Without them the cuts of a model that lies on several devices
+            are those of its device map.
 
     Raises:
         UnsupportedModelError: the model fails the admission test.
-        ValueError: the chunk settings do not fit the model.
+        ValueError: the chunk settings do not fit the model, or the devices do not fit the machine or the chunks.
     """
     find_blocks(model)
     with quiet_model(model):
         batch = dry_batch(model)
         blocks = BlockMap.of(model, batch)
-        sizes = config.chunk_sizes
-        chunks = (
-            chunks_of_sizes(len(blocks), sizes) if sizes else split_evenly(len(blocks), config.resolved_num_chunks)
-        )
+        number = config.resolved_num_chunks
+        homes = [device_of(block) for block in blocks.blocks]
+        chunks = cut(homes, config.chunk_sizes, number, devices and known_devices(devices, number))
         return blocks, chunks, admit(blocks, chunks, batch)
+
+
+def place(model: nn.Module, config: ZeroLockConfig, devices: list[str] | None, default: torch.device) -> None:
+    """Spreads a PeftModel over devices, each chunk on its own, where it is to lie on others than the Trainer's one.
+
+    Cuts that follow a device map are written into `config`, so that what is saved says how the model was cut.
+
+    Args:
+        devices: one a chunk; None: the model's device map says where.
+        default: the Trainer's device.
+
+    Raises:
+        UnsupportedModelError: the model fails the admission test.
+        ValueError: the devices do not fit the machine, the chunks or the model's device map.
+    """
+    blocks, chunks, anatomy = dissect(model, config, devices)
+    if devices is not None:
+        targets = known_devices(devices, len(chunks))
+    else:
+        targets = [device_of(blocks.blocks[chunk.start]) for chunk in chunks]
+        if chunks != split_evenly(len(blocks), len(chunks)):
+            config.num_chunks, config.chunk_sizes = None, [len(chunk) for chunk in chunks]
+    if len(set(targets)) > 1 or (devices is not None and targets[0] != numbered(default)):
+        spread(model, blocks.blocks, chunks, targets, anatomy.tail_parameters, anatomy.owner)
 
 
 def build_stages(
@@ -41,6 +72,7 @@ def build_stages(
     vocab: Tensor | None = None,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
     prepare: Callable[[nn.Module], nn.Module] = lambda module: module,
+    devices: list[str] | None = None,
 ) -> list[Stage]:
     """Cuts a PeftModel into stages.
 
@@ -50,18 +82,25 @@ def build_stages(
         sliced: use the token objective, a slice at a time, in place of the model's own loss.
         vocab: token ids for the readout of kind `"vocab"`.
         prepare: applied to each view's module tree (mixed precision, compilation).
+        devices: as in `dissect`. A stage has all that it reads on the device of its blocks.
 
     Raises:
         UnsupportedModelError: the model fails the admission test.
         ValueError: the chunk settings do not fit the model.
     """
-    blocks, chunks, anatomy = dissect(model, config)
+    blocks, chunks, anatomy = dissect(model, config, devices)
     if getattr(base_model_of(model).config, "output_router_logits", False):
         balance_weight(model)
-    shared = {id(p) for p in model.parameters()}
     stages = [_build(blocks, config, chunks, k, anatomy, sliced, vocab) for k in range(len(chunks))]
     if config.control:
         stages[-1].control = _build_control(blocks, config, stages[-1], anatomy, sliced)
+    gathering = Gathering(model, blocks.blocks)
+    for stage in with_control(stages):
+        moved = gathering.gather(stage.trees().values(), device_of(blocks.blocks[stage.chunk.start]))
+        stage.copies = {name: moved.get(id(p), p) for name, p in stage.copies.items()}
+    gathering.warn_of_blocks()
+    shared, tail = ({id(p) for p in some} for some in (model.parameters(), anatomy.tail_parameters))
+    shared, tail = (ids | gathering.copies_of(ids) for ids in (shared, tail))
     for stage in with_control(stages):
         for prefix, tree in stage.trees().items():
             for name, parameter in tree.named_parameters():
@@ -76,7 +115,7 @@ def build_stages(
             own_dropout(stage.trees(), stage.noise)
         stage.label_smoothing, stage.autocast = label_smoothing, autocast
         stage.view.module = prepare(stage.view.module)
-        _set_modes(stage, {id(p) for p in anatomy.tail_parameters})
+        _set_modes(stage, tail)
     for parameter in model.parameters():
         if anatomy.owner.get(id(parameter), 0) not in config.trained_chunks:
             parameter.requires_grad_(False)
@@ -102,10 +141,8 @@ def _build_control(blocks: BlockMap, config: ZeroLockConfig, last: Stage, anatom
 
 
 def _set_modes(stage: Stage, tail_parameters: set[int]) -> None:
-    """Training mode, but for what draws random numbers without being read: embeddings whose output is replaced."""
+    """Training mode, but for a tail's frozen modules."""
     stage.view.module.train()
-    if stage.index > 0 and not stage.is_control:
-        base_model_of(stage.view.module).get_input_embeddings().eval()
     for tree in stage.tail.modules().values() if stage.tail is not None else ():
         tree.eval()
         for module in tree.modules():

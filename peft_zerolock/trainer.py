@@ -5,9 +5,9 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from accelerate.utils import DynamoBackend, convert_outputs_to_fp32
+from accelerate.utils import DynamoBackend, convert_outputs_to_fp32, send_to_device
 from accelerate.utils.memory import clear_device_cache
-from peft import PeftModel, get_peft_model
+from peft import get_peft_model
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.utils import logging
@@ -26,7 +26,7 @@ from .readout import readout_vocabulary
 from .runtime import WindowReport
 from .saving import SavingMixin
 from .stage import Entry, Stage, with_control
-from .staging import build_stages
+from .staging import build_stages, place
 
 logger = logging.get_logger(__name__)
 
@@ -51,28 +51,36 @@ class ZeroLockMixin(GuidanceMixin, DrivingMixin, SavingMixin):
         if args is not None:
             contract.check_arguments(args)
             hub.check_hub_target(args)
-        if peft_config is not None:
-            if isinstance(model, nn.Module):
-                model = _wrap(model, peft_config)
-            elif kwargs.get("model_init") is not None:
-                make_base = kwargs["model_init"]
+        if isinstance(model, nn.Module):
+            model = _ready(model, peft_config, args)
+        elif kwargs.get("model_init") is not None:
+            make_base = kwargs["model_init"]
 
-                @wraps(make_base)
-                def make_model(*trial):
-                    return _wrap(make_base(*trial), peft_config)
+            @wraps(make_base)
+            def make_model(*trial):
+                return _ready(make_base(*trial), peft_config, args)
 
-                kwargs["model_init"] = make_model
-            elif isinstance(model, str) and "peft_config" in inspect.signature(super().__init__).parameters:
-                kwargs["peft_config"] = peft_config  # TRL's trainers load and wrap by themselves
-            else:
+            kwargs["model_init"] = make_model
+        elif getattr(args, "devices", None) is not None:
+            raise ValueError(
+                f"devices={args.devices!r} were given with model={model!r}: load the model, which is then spread over "
+                "them, or give model_init."
+            )
+        elif peft_config is not None:
+            if not isinstance(model, str) or "peft_config" not in inspect.signature(super().__init__).parameters:
                 raise ValueError(
                     f"peft_config was given with model={model!r}: give a model, such as "
                     "AutoModelForCausalLM.from_pretrained(name), or model_init."
                 )
+            kwargs["peft_config"] = peft_config  # TRL's trainers load and wrap by themselves
         super().__init__(model, args, *positional, **kwargs)
+        if isinstance(model, str):
+            self.model = _ready(self.model, None, self.args)
         contract.check_arguments(self.args)
+        contract.check_visible_devices(self.args)
         contract.check_launcher(self.is_fsdp_enabled, self.is_deepspeed_enabled)
-        contract.check_model(self.model)
+        contract.check_places(self.model, self.args)
+        contract.check_model(self.model, self._devices)
         contract.check_control(self.args, self.zerolock_config)
         contract.check_runtime(self.args, self.zerolock_config, self.accelerator.scaler, self.optimizer)
         self._show_finished_windows()
@@ -112,10 +120,15 @@ class ZeroLockMixin(GuidanceMixin, DrivingMixin, SavingMixin):
                     vocab,
                     self.accelerator.autocast,
                     self._prepare_view,
+                    self._devices,
                 )
             self._staged_model = self.model
             self._runtime = self._make_runtime(self._stages)
         return self._stages
+
+    @property
+    def _devices(self) -> list[str] | None:
+        return getattr(self.args, "devices", None)
 
     @property
     def _is_sliced(self) -> bool:
@@ -275,7 +288,9 @@ class ZeroLockMixin(GuidanceMixin, DrivingMixin, SavingMixin):
         labels = inputs.get("labels")
         shifts = getattr(self, "_loss_shifts_labels", False)
         share: Any = 1.0
-        num_items = None if num_items is None else num_items * row_share
+        if num_items is not None:
+            device = next(value.device for value in inputs.values() if torch.is_tensor(value))
+            num_items = send_to_device(num_items, device) * row_share
         by_rows = not (self._has_own_loss or self.label_smoother or shifts)
         if by_rows and num_items is not None and torch.is_tensor(labels):
             share = labels.ne(-100).sum() * self._processes_averaged / num_items
@@ -376,6 +391,14 @@ def _put(modules: nn.ModuleDict, name: str, parameter: nn.Parameter) -> None:
     place.register_parameter(last, parameter)
 
 
-def _wrap(model: nn.Module, config: ZeroLockConfig) -> PeftModel:
-    contract.check_wrapping(model, config)
-    return get_peft_model(model, config)
+def _ready(model: Any, config: ZeroLockConfig | None, args: Any) -> nn.Module:
+    """A model as Trainer takes it: with adapters, and where its chunks are to work."""
+    contract.check_places(model, args)
+    devices = getattr(args, "devices", None)
+    if config is not None:
+        contract.check_wrapping(model, config)
+        model = get_peft_model(model, config)
+    if devices is not None or len({p.device for p in model.parameters()}) > 1:
+        contract.check_model(model, devices)
+        place(model, model.peft_config[model.active_adapter], devices, args.device)
+    return model

@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_zerolock.partition import Load, chunks_of_sizes, sample_later_blocks, split_by_load, split_evenly
+from peft_zerolock.partition import (
+    Load,
+    chunks_of_sizes,
+    cut,
+    sample_later_blocks,
+    split_by_load,
+    split_evenly,
+    split_runs,
+)
 
 
 @pytest.mark.parametrize("num_blocks", range(1, 8))
@@ -83,3 +91,42 @@ def test_no_other_split_is_better(costs, chunks):
     every = [s for s in itertools.product(range(1, len(costs) + 1), repeat=count) if sum(s) == len(costs)]
     found = split_by_load(Load(costs, extra, sizes, [0] * count), speeds, room)
     assert rank(found) == pytest.approx(min(rank(split) for split in every))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data())
+@settings(max_examples=60, deadline=None)
+def test_runs_are_cut_by_themselves_and_as_evenly_as_can_be(runs, data):
+    number = data.draw(st.integers(len(runs), sum(runs)))
+    sizes = split_runs(runs, number)
+    assert len(sizes) == number and min(sizes) >= 1
+    ends = set(itertools.accumulate(sizes))
+    assert ends >= set(itertools.accumulate(runs))  # no chunk lies in two runs
+    everything = itertools.product(*(range(1, run + 1) for run in runs))
+    fitting = [counts for counts in everything if sum(counts) == number]
+    assert max(sizes) == min(max(-(-r // c) for r, c in zip(runs, counts, strict=True)) for counts in fitting)
+
+
+def test_cuts_follow_the_devices_of_the_blocks():
+    homes = ["a"] * 2 + ["b"] * 4
+    assert [len(chunk) for chunk in cut(homes, None, 2)] == [2, 4]
+    assert [len(chunk) for chunk in cut(homes, None, 3)] == [2, 2, 2]
+    assert [len(chunk) for chunk in cut(homes, [1, 1, 4], 3)] == [1, 1, 4]
+    assert [len(chunk) for chunk in cut(homes, [2, 4], 2, ["a", "b"])] == [2, 4]
+    assert [len(chunk) for chunk in cut(["a"] * 6, None, 2, ["a", "b"])] == [3, 3]
+    assert [len(chunk) for chunk in cut(["a", "a", "b", "a"], None, 3)] == [2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "number", "devices", "told"),
+    [
+        (None, 1, None, r"num_chunks=1: the blocks lie in 2 runs of \[2, 4\].*use 2 to 6 chunks"),
+        (None, 7, None, r"num_chunks=7"),
+        ([3, 3], 2, None, r"chunk 1, blocks 0 to 2, would lie on a and b.*chunk_sizes=\[2, 4\] fits"),
+        ([6], 1, None, r"chunk_sizes=\[2, 4\] fits"),
+        ([3, 3], 2, ["a", "b"], r"disagree: chunk 1, blocks 0 to 2, lies on a and b"),
+        ([2, 4], 2, ["b", "a"], r"disagree: chunk 1, blocks 0 to 1, lies on a\."),
+    ],
+)
+def test_chunks_on_two_devices_are_refused(sizes, number, devices, told):
+    with pytest.raises(ValueError, match=told):
+        cut(["a"] * 2 + ["b"] * 4, sizes, number, devices)

@@ -41,7 +41,7 @@ BATCH = Batch(rows=4, seq=16, supervised=9)
 def figures(trial: Trial, batch: Batch = BATCH):
     counts = trial.count(batch)
     (use,) = uses_of(trial, counts, [], "adamw", 1)
-    return use, [(c.activations, c.logits, c.boundary, c.flops, len(c.read), len(c.looked_up)) for c in counts]
+    return use, [(c.activations, c.logits, c.boundary, c.flops) for c in counts]
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,6 @@ def test_refused_arguments_name_the_remedy(tmp_path, settings, message):
     [
         ("deepspeed", {"zero_optimization": {"stage": 2}}, "DeepSpeed: .*Leave `deepspeed` out"),
         ("fsdp", "full_shard", "FSDP: .*Leave `fsdp` out"),
-        ("_n_gpu", 2, r"DataParallel \(2 visible GPUs.*CUDA_VISIBLE_DEVICES"),
     ],
 )
 def test_refused_environments(tmp_path, attribute, value, message):
@@ -246,6 +245,14 @@ def test_refused_environments(tmp_path, attribute, value, message):
     object.__setattr__(args, attribute, value)
     with pytest.raises(ValueError, match=message):
         check_arguments(args)
+
+
+def test_several_visible_gpus_are_refused_where_the_model_lies_on_one(tmp_path):
+    args = arguments(tmp_path)
+    object.__setattr__(args, "_n_gpu", 2)
+    config = ZeroLockConfig(**lora_arguments("llama"), num_chunks=2)
+    with pytest.raises(ValueError, match=r"DataParallel \(2 visible GPUs.*CUDA_VISIBLE_DEVICES.*devices=\[\.\.\.\]"):
+        ZeroLockTrainer(model=make_model("llama"), args=args, peft_config=config)
 
 
 def test_split_sequences_are_refused(tmp_path):
@@ -260,7 +267,7 @@ def test_split_sequences_are_refused(tmp_path):
 def test_a_model_spread_over_devices_is_refused(tmp_path):
     base = make_model("llama")
     base.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
-    with pytest.raises(ValueError, match=r"spread over \['0', '1'\]"):
+    with pytest.raises(ValueError, match=r"spread over \['0', '1'\].*runtime='concurrent'"):
         ZeroLockTrainer(
             model=base, args=arguments(tmp_path), peft_config=ZeroLockConfig(**lora_arguments("llama"), num_chunks=2)
         )

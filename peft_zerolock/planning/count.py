@@ -1,8 +1,8 @@
-"""Counts what a training step takes: bytes that its operations keep alive, floating-point operations, weights read."""
+"""Counts what a training step takes: bytes that its operations keep alive, floating-point operations."""
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,16 +42,12 @@ class StepCount:
         logits: those of tensors whose last dimension is the vocabulary.
         boundary: bytes alive all along, made before the stretch: the hidden state handed to it.
         flops: floating-point operations of matrix products, convolutions and attention.
-        read: storages of weights that the stretch read, but for look-ups in embeddings.
-        looked_up: storages of weights in which it looked up rows.
     """
 
     activations: int = 0
     logits: int = 0
     boundary: int = 0
     flops: int = 0
-    read: set[int] = field(default_factory=set)
-    looked_up: set[int] = field(default_factory=set)
 
     @property
     def peak(self) -> int:
@@ -66,7 +62,7 @@ class StepCounter(TorchDispatchMode):
     its kernel is not seen, nor what existed before.
 
     Args:
-        weights: parameters and buffers, to tell which of them are read.
+        weights: parameters and buffers, which were there before.
         vocab: size of the last dimension by which logits are known; None: they are not told apart.
     """
 
@@ -88,8 +84,6 @@ class StepCounter(TorchDispatchMode):
             self.count.boundary = self.bytes
         given = {storage_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         result = func(*args, **kwargs)
-        known = self.weights & given
-        (self.count.looked_up if func is aten.embedding.default else self.count.read).update(known)
         packet: Any = getattr(func, "_overloadpacket", None)
         formula: Any = flop_registry.get(packet) or _MORE_FORMULAS.get(packet)
         if formula is not None:

@@ -189,8 +189,7 @@ class Trial:
         for by_rows, all_rows in zip(found, often, strict=True):
             count = max(by_rows.values(), key=lambda c: c.peak)
             flops = sum(by_rows[rows].flops for rows in all_rows) // _STARTS
-            read = set().union(*(c.read for c in by_rows.values()))
-            heaviest.append(replace(count, flops=flops, read=read))
+            heaviest.append(replace(count, flops=flops))
         return heaviest
 
     def block_costs(self, batch: Batch) -> tuple[list[BlockCost], int]:

@@ -65,20 +65,22 @@ def _all_chunks(trial: Trial, counts: list[StepCount], device: Device | None) ->
 
 
 def _one_chunk(trial: Trial, stage: Any, count: StepCount, device: Device, in_flight: int) -> DeviceUse:
-    """The weights that the stage's step read; embeddings only for the first, since the others' are replaced."""
-    read = count.read if stage.index > 0 else count.read | count.looked_up
+    """All that the stage's module trees have: placement puts it on the stage's device, what is missing as copies."""
     trained = {id(p) for p in trial.adapters}
     inside = find_blocks(trial.model)
     own = {id(p) for i in stage.chunk for p in inside[i].parameters()} | {id(p) for p in stage.adapters.values()}
-    frozen = [t for t in (*trial.model.parameters(), *trial.model.buffers()) if id(t) not in trained]
-    borrowed = [p for p in trial.adapters if id(p) not in own and storage_key(p) in read]
+    adapters = [p for p in trial.adapters if id(p) in own]
+    frozen = {id(t) for t in (*trial.model.parameters(), *trial.model.buffers())} - trained
+    held = [t for tree in stage.trees().values() for t in (*tree.parameters(), *tree.buffers())]
+    weights, readouts = [t for t in held if id(t) in frozen], list(stage.readout.values())
+    known = {storage_key(t) for t in (*weights, *readouts, *adapters)}
     return DeviceUse(
         device=device.name,
         blocks=[stage.chunk.start, stage.chunk.stop],
-        weights=unique_bytes(t for t in frozen if storage_key(t) in read),
-        copies=unique_bytes([*stage.copies.values(), *borrowed]),
-        adapters=unique_bytes(p for p in trial.adapters if id(p) in own),
-        readouts=unique_bytes(stage.readout.values()),
+        weights=unique_bytes(weights),
+        copies=unique_bytes(t for t in held if storage_key(t) not in known),
+        adapters=unique_bytes(adapters),
+        readouts=unique_bytes(readouts),
         activations=count.activations,
         logits=count.logits,
         boundary=count.boundary * (in_flight if stage.index > 0 else 1),
