@@ -77,7 +77,7 @@ class _FloatsOnMeta(DeviceContext):
     """`torch.device("meta")` for floating-point tensors; others, such as buffers of positions, keep their values."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        made = super().__torch_function__(func, types, args, kwargs)
+        made = super().__torch_function__(func, types, args, dict(kwargs or {}))
         if func in _device_constructors() and isinstance(made, Tensor) and not made.is_floating_point():
             return func(*args, **(kwargs or {}))
         return made
