@@ -175,7 +175,8 @@ def test_copies_of_blocks_are_told_with_their_bytes(tmp_path, caplog):
 
 def test_a_run_resumes_and_its_adapter_loads_on_one_device(tmp_path):
     base = zoo.make_model("llama")
-    options = {"devices": CARDS[:2], "save_strategy": "steps", "save_steps": 2, "max_steps": 3, **RUN, "config": {"control": True}}
+    options = {"devices": CARDS[:2], "save_strategy": "steps", "save_steps": 2, "max_steps": 3, **RUN}
+    options["config"] = {"control": True}
     whole = make_trainer(tmp_path, model=copy.deepcopy(base), **options)
     whole.train()
     again = make_trainer(tmp_path, model=copy.deepcopy(base), **options)
