@@ -170,7 +170,7 @@ def test_copies_of_blocks_are_told_with_their_bytes(tmp_path, caplog):
     trainer = make_trainer(tmp_path, model=base, devices=CARDS[:2], **RUN)
     assert len(trainer.stages) == 2
     (told,) = [record.message for record in caplog.records if "copies" in record.message]
-    assert f"their own device: {2 * block:,} bytes on lazy:1. Much" in told and "readout='lm_head'" in told
+    assert f"copies of these: {2 * block:,} bytes on lazy:1. Much" in told and "readout='lm_head'" in told
 
 
 def test_a_run_resumes_and_its_adapter_loads_on_one_device(tmp_path):
